@@ -1,0 +1,316 @@
+"""Every message of the system: frozen, versioned, plain data.
+
+Log-probs have one name each: `behaviour_logprob` sampled the token; `proximal_logprob`, `current_logprob`,
+`reference_logprob` and `skill_logprob` exist inside the learner only. Arrays travel as their own frames.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from seed_async.ports import FinishReason, RequestKind, Sampling
+
+PROTOCOL_VERSION = 1
+
+TrajectoryStatus = Literal["won", "lost", "truncated"]
+AckStatus = Literal["accepted", "duplicate", "fenced", "refused"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of everything that crosses a socket; the struct's name is its tag."""
+
+
+# Any role, answered by any server ------------------------------------------------------------------------------
+
+
+class Ack(Message, frozen=True):
+    """The receiver has taken over responsibility for the message, or says why not."""
+
+    status: AckStatus = "accepted"
+    detail: str = ""
+
+
+# Environment actor <-> buffer ------------------------------------------------------------------------------------
+
+
+class ActorHello(Message, frozen=True):
+    """Sent once an incarnation, before anything else: leases of the actor's earlier incarnations return at once.
+
+    `num_tasks` and `tasks_digest` describe the training split as this actor sees it; all actors must agree.
+    """
+
+    actor: str
+    incarnation: str
+    num_tasks: int
+    tasks_digest: str
+
+
+class LeaseRequest(Message, frozen=True):
+    """Ask for up to `slots` members to play; the answer waits while back-pressure holds."""
+
+    actor: str
+    incarnation: str
+    slots: int
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The right to play one member of a group; `task_index` is into the training split."""
+
+    lease_id: str
+    group_id: str
+    member: int
+    task_index: int
+    seed: int
+
+
+class LeaseGrant(Message, frozen=True):
+    """Leases now held by the asking incarnation; empty when none could be granted within the wait."""
+
+    leases: tuple[Lease, ...]
+
+
+class Beat(Message, frozen=True):
+    """An application heartbeat; `progress` counts environment steps, so a hung actor does not look alive."""
+
+    actor: str
+    incarnation: str
+    progress: int
+
+
+class EpisodeFailed(Message, frozen=True):
+    """A lease that ended without a trajectory; it is granted again, up to the retry limit."""
+
+    lease_id: str
+    incarnation: str
+    reason: str
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One environment step of a trajectory.
+
+    `prompt_ids` int32 [P] are the ids that this turn appended before the response (the whole first prompt at turn 0),
+    `response_ids` int32 [T] the sampled ids, `behaviour_logprob` float32 [T], `versions` int32 [T]. `parsed`: one action
+    was found in the response; `valid`: the environment understood it as well.
+    """
+
+    observation: str
+    response: str
+    action: str
+    parsed: bool
+    valid: bool
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    behaviour_logprob: np.ndarray
+    versions: np.ndarray
+
+
+class Trajectory(Message, frozen=True):
+    """A finished episode in the transcript layout, ids kept as sampled.
+
+    `first_user` is the text of the first user message and `task_line` the line of it that holds the task: what skill
+    insertion needs. `episode_return` is the sum of unscaled rewards.
+    """
+
+    trajectory_id: str
+    lease_id: str
+    group_id: str
+    member: int
+    actor: str
+    incarnation: str
+    task_id: str
+    task: str
+    task_type: str
+    vocabulary: str
+    first_user: str
+    task_line: str
+    turns: tuple[Turn, ...]
+    status: TrajectoryStatus
+    episode_return: float
+    started_at_s: float
+    ended_at_s: float
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the oldest sampled token: what the trajectory's age counts from."""
+        return min(int(turn.versions.min()) for turn in self.turns if turn.versions.size)
+
+    @property
+    def newest_version(self) -> int:
+        """The version of the newest sampled token."""
+        return max(int(turn.versions.max()) for turn in self.turns if turn.versions.size)
+
+    @property
+    def won(self) -> bool:
+        """Whether the environment declared the episode won."""
+        return self.status == "won"
+
+
+# Analyzer <-> buffer ---------------------------------------------------------------------------------------------
+
+
+class AnalysisRequest(Message, frozen=True):
+    """Ask for up to `max_jobs` finished trajectories to analyse; the answer waits until there is one."""
+
+    analyzer: str
+    max_jobs: int
+
+
+class AnalysisJobs(Message, frozen=True):
+    """Trajectories claimed by the asking analyzer; a claim that is not answered in time is claimed again."""
+
+    trajectories: tuple[Trajectory, ...]
+
+
+class Skill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parsed hindsight analysis and the weight version that wrote it."""
+
+    episode_summary: str
+    episode_skill: str
+    version: int
+
+
+class SkillResult(Message, frozen=True):
+    """The analyzer's answer for one trajectory; `skill` is None when the output did not parse."""
+
+    analyzer: str
+    trajectory_id: str
+    skill: Skill | None
+    output: str
+    version: int
+    reason: str = ""
+
+
+# Learner <-> buffer ----------------------------------------------------------------------------------------------
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A trajectory as the learner consumes it. `skill_reason` says why `skill` is None."""
+
+    trajectory: Trajectory
+    skill: Skill | None
+    skill_reason: str = ""
+
+
+class BatchRequest(Message, frozen=True):
+    """Ask for the batch of the update from `version` to `version + 1`; the answer waits until one is ready.
+
+    It also announces that `version` is acknowledged by the policy servers, which frees admission slots.
+    """
+
+    version: int
+
+
+class Batch(Message, frozen=True):
+    """Whole groups, in the order of their completion, each within the staleness bound at `version`.
+
+    No sample means that none was ready within the wait: ask again.
+    """
+
+    version: int
+    samples: tuple[Sample, ...]
+
+
+class StaleReport(Message, frozen=True):
+    """Trajectories that the learner's own check before the forward pass refused; the buffer counts them."""
+
+    version: int
+    trajectory_ids: tuple[str, ...]
+
+
+class RunFinished(Message, frozen=True):
+    """The learner has made its last update; answered (`Finished`) once the final evaluation is done."""
+
+    version: int
+
+
+class Finished(Message, frozen=True):
+    """Whether everything that waits for the last version is done."""
+
+    done: bool
+
+
+# Evaluation <-> buffer -------------------------------------------------------------------------------------------
+
+
+class RunStateRequest(Message, frozen=True):
+    """Ask where the run stands."""
+
+
+class RunState(Message, frozen=True):
+    """The newest acknowledged version, and whether it is the last one. Version -1: nothing is published yet."""
+
+    version: int
+    finished: bool
+
+
+class EvaluationDone(Message, frozen=True):
+    """An evaluation that was asked for at `version` is complete, or was given up (`success` None)."""
+
+    version: int
+    success: float | None
+
+
+# Anyone <-> policy server ----------------------------------------------------------------------------------------
+
+
+class GenerateRequest(Message, frozen=True):
+    """Sample one response; `prompt_ids` is int32 [P]."""
+
+    request_id: str
+    prompt_ids: np.ndarray
+    sampling: Sampling
+    kind: RequestKind
+
+
+class GenerateReply(Message, frozen=True):
+    """A finished response (see `ports.Generation`), or the reason for a refusal in `error`."""
+
+    request_id: str
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason
+    cached_tokens: int
+    error: str = ""
+
+
+class CancelRequest(Message, frozen=True):
+    """The asker no longer wants `request_id`."""
+
+    request_id: str
+
+
+# Weight receiver <-> publisher -----------------------------------------------------------------------------------
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one tensor lies in a published segment; `dtype` is numpy's name (bfloat16 travels as uint16)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+
+class WeightsManifest(Message, frozen=True):
+    """A published version: a shared-memory segment, its tensors, and the digest of its bytes."""
+
+    version: int
+    segment: str
+    num_bytes: int
+    digest: str
+    tensors: tuple[TensorSpec, ...]
+
+
+class WeightsPoll(Message, frozen=True):
+    """Long poll for weights newer than `version`; at the same time the acknowledgement of `version` with `digest`.
+
+    A receiver that has nothing yet sends version -1 and an empty digest. The answer is a WeightsManifest, or an Ack
+    when nothing newer came within the wait.
+    """
+
+    receiver: str
+    role: Literal["policy", "analyzer"]
+    version: int
+    digest: str

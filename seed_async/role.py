@@ -1,0 +1,124 @@
+"""What every role process shares: `python -m seed_async.role ROLE --run-dir DIR --index I`.
+
+It gives the process a name, a log, a /metrics endpoint, a timeline and a stop flag, dies with its launcher, and then
+runs the role's own main loop.
+"""
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import setproctitle
+import structlog
+from structlog.typing import FilteringBoundLogger
+
+from seed_async.metrics import Metrics
+from seed_async.rundir import RunDir
+from seed_async.timeline import Timeline
+from seed_async.topology import Topology
+from seed_async.topology_file import load_topology
+
+ROLE_MODULES = {
+    "buffer": "seed_async.learner.buffer_server",
+    "learner": "seed_async.learner.trainer",
+    "policy": "seed_async.actors.policy_server",
+    "analyzer": "seed_async.actors.analyzer",
+    "actor": "seed_async.actors.environment_actor",
+    "evaluation": "seed_async.actors.evaluation_actor",
+}
+"""The module of each role; its `run(context)` is the process's main loop."""
+
+LAUNCHER_PIPE = "SEED_ASYNC_LAUNCHER_FD"
+"""Environment variable with the read end of a pipe whose only writer is the launcher."""
+
+
+@dataclass(frozen=True)
+class RoleContext:
+    """What a role's main loop is given. `stop` is set by SIGTERM: leave the loop, clean up, return."""
+
+    role: str
+    index: int
+    incarnation: str
+    topology: Topology
+    run_dir: RunDir
+    metrics: Metrics
+    timeline: Timeline
+    log: FilteringBoundLogger
+    stop: threading.Event
+
+    @property
+    def name(self) -> str:
+        """The process's name, e.g. `actor-1`: the same after a restart, unlike the incarnation."""
+        return f"{self.role}-{self.index}"
+
+
+def _die_with_launcher() -> None:
+    """End this process when the launcher's end of the pipe closes, however the launcher died."""
+    descriptor = os.environ.get(LAUNCHER_PIPE)
+    if descriptor is None:
+        return
+
+    def watch(fd: int) -> None:
+        os.read(fd, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(int(descriptor),), daemon=True, name="launcher-watch").start()
+
+
+def _configure_log(role: str, index: int) -> FilteringBoundLogger:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"], bool_as_flag=False),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+    )
+    log: FilteringBoundLogger = structlog.get_logger().bind(role=role, index=index)
+    return log
+
+
+def main() -> None:
+    """Run one role until it is done or told to stop; exit status 0 means that it ended as it should."""
+    parser = argparse.ArgumentParser(prog="seed_async.role")
+    parser.add_argument("role", choices=sorted(ROLE_MODULES))
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--index", type=int, default=0)
+    arguments = parser.parse_args()
+    stop = threading.Event()
+    # SIGINT reaches the whole foreground process group; the launcher alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    _die_with_launcher()
+    setproctitle.setproctitle(f"seed-async {arguments.role}-{arguments.index} {arguments.run_dir.name}")
+    run_dir = RunDir(arguments.run_dir)
+    metrics = Metrics(arguments.role, str(arguments.index))
+    metrics.serve(run_dir.targets)
+    timeline = Timeline(run_dir.timeline / f"{arguments.role}-{arguments.index}.jsonl", arguments.role, str(arguments.index))
+    context = RoleContext(
+        role=arguments.role,
+        index=arguments.index,
+        incarnation=uuid4().hex[:12],
+        topology=load_topology(run_dir.topology),
+        run_dir=run_dir,
+        metrics=metrics,
+        timeline=timeline,
+        log=_configure_log(arguments.role, arguments.index),
+        stop=stop,
+    )
+    context.log.info("started", pid=os.getpid(), incarnation=context.incarnation)
+    try:
+        importlib.import_module(ROLE_MODULES[arguments.role]).run(context)
+    finally:
+        timeline.close()
+    context.log.info("ended")
+
+
+if __name__ == "__main__":
+    main()

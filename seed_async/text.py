@@ -1,0 +1,122 @@
+"""Tokens and chat templates without torch: the `tokenizers` library and a sandboxed template renderer.
+
+Ids are kept as sampled; nothing here decodes and encodes a response again.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import numpy as np
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+Role = Literal["system", "user", "assistant"]
+_SENTINEL = "\x02response\x02"
+"""Stands for a response while a template is rendered; no template or observation holds this control character."""
+
+
+class ChatTemplateError(ValueError):
+    """A chat template that cannot be used: missing, failing, or not append-only."""
+
+
+class Chat(NamedTuple):
+    """One chat message."""
+
+    role: Role
+    content: str
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+class ChatTokenizer:
+    """The tokenizer and chat template of a Hugging Face folder. Immutable; safe to share."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, eos_ids: Sequence[int]) -> None:
+        """Compile the template and check that it is append-only, which the transcript layout needs."""
+        self._tokenizer = tokenizer
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise_exception
+        self._template = environment.from_string(template)
+        self.eos_ids = tuple(eos_ids)
+        self._check_append_only()
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "ChatTokenizer":
+        """Read `tokenizer.json`, the chat template and the end-of-sequence ids of a model folder.
+
+        Raises FileNotFoundError naming the missing file, ChatTemplateError for an unusable template.
+        """
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: the folder holds no tokenizer")
+        return cls(Tokenizer.from_file(str(path)), _read_template(model_dir), _read_eos_ids(model_dir))
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def render(self, messages: Sequence[Chat], *, add_generation_prompt: bool) -> str:
+        """Render a chat as text."""
+        try:
+            return self._template.render(
+                messages=[message._asdict() for message in messages], add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            raise ChatTemplateError(f"the chat template failed: {error}") from error
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of rendered text, int32 [T]; special tokens in the text are recognised, none is added."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Return the text of ids without special tokens."""
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+    def first_prompt(self, user: str) -> np.ndarray:
+        """Ids of a chat that opens with one user message, up to where the response begins, int32 [P]."""
+        return self.encode(self.render([Chat("user", user)], add_generation_prompt=True))
+
+    def next_prompt(self, user: str, *, after_eos: bool) -> np.ndarray:
+        """Ids that follow a response: its end (unless the response sampled it), the next user message, the new turn.
+
+        `after_eos` says whether the response's last id is an end-of-sequence id. int32 [P].
+        """
+        chat = [Chat("user", ""), Chat("assistant", _SENTINEL), Chat("user", user)]
+        tail = self.render(chat, add_generation_prompt=True).rpartition(_SENTINEL)[2]
+        ids = self.encode(tail)
+        return ids[1:] if after_eos and ids.size and int(ids[0]) in self.eos_ids else ids
+
+    def _check_append_only(self) -> None:
+        opening = [Chat("user", "a")]
+        prompt = self.render(opening, add_generation_prompt=True)
+        chat = [*opening, Chat("assistant", _SENTINEL), Chat("user", "b")]
+        if not self.render(chat, add_generation_prompt=True).startswith(prompt + _SENTINEL):
+            raise ChatTemplateError(
+                "the chat template is not append-only (it rewrites earlier turns), which the transcript layout needs"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def _read_template(model_dir: Path) -> str:
+    path = model_dir / "chat_template.jinja"
+    template = path.read_text() if path.is_file() else _read_json(model_dir / "tokenizer_config.json").get("chat_template")
+    if not isinstance(template, str):
+        raise ChatTemplateError(f"{model_dir} holds no chat template (chat_template.jinja or tokenizer_config.json)")
+    return template
+
+
+def _read_eos_ids(model_dir: Path) -> list[int]:
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(model_dir / name).get("eos_token_id")
+        if eos is not None:
+            return [eos] if isinstance(eos, int) else list(eos)
+    raise ChatTemplateError(f"{model_dir} names no eos_token_id in generation_config.json or config.json")

@@ -1,0 +1,342 @@
+"""The topology: everything that a run is, as frozen models. Unknown keys are refused; derived numbers are properties.
+
+Each field says what it is, its unit and why the default is what it is. `topology_file` reads it from YAML.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+MethodName = Literal["seed", "grpo"]
+TaskType = Literal[
+    "pick_and_place_simple",
+    "look_at_obj_in_light",
+    "pick_clean_then_place_in_recep",
+    "pick_heat_then_place_in_recep",
+    "pick_cool_then_place_in_recep",
+    "pick_two_obj_and_place",
+]
+RoomKind = Literal["kitchen", "living_room", "bedroom", "bathroom"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, ."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    """What to call the run, where it writes, and when it ends."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    seed: NonNegative = 0
+    """Every random choice of the run derives from it: games, leases, sampling, initial weights."""
+    dir: Path = Path("runs")
+    updates: Positive = 150
+    """The run ends after this many updates (the paper's 150 for ALFWorld) ..."""
+    max_minutes: Annotated[float, Field(gt=0)] | None = None
+    """... or when the learner has trained for this long, whichever comes first."""
+
+
+class GeneratedGames(Section):
+    """Size and difficulty of generated games (used when `env.games` is `generated`)."""
+
+    seed: NonNegative = 0
+    """Decides the games; the run's seed never does, so that panels are the same across runs."""
+    train: Positive = 2000
+    valid_seen: Positive = 140
+    valid_unseen: Positive = 140
+    min_receptacles: Positive = 4
+    max_receptacles: Positive = 8
+    num_objects: Positive = 6
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_receptacles > self.max_receptacles:
+            raise ValueError(f"min_receptacles {self.min_receptacles} exceeds max_receptacles {self.max_receptacles}")
+        return self
+
+
+class GameFilter(Section):
+    """Which games of the source to use; empty means no restriction."""
+
+    task_types: tuple[TaskType, ...] = ()
+    rooms: tuple[RoomKind, ...] = ()
+    max_receptacles: Positive | None = None
+
+
+class Env(Section):
+    """Which games are played."""
+
+    id: str = "alfworld"
+    """A built-in environment, or `module:Class` of your own suite."""
+    games: str = "generated"
+    """`generated`, or a path to a compact JSONL(.xz) file or an official game folder."""
+    split: str = "train"
+    max_steps: Positive = 30
+    vocabulary: Literal["move", "put"] = "move"
+    """`move X to Y` of ALFWorld 0.4.x, or `put X in/on Y` of older data; recorded in every trajectory."""
+    generated: GeneratedGames = GeneratedGames()
+    filter: GameFilter = GameFilter()
+
+
+class TinyModel(Section):
+    """A small Llama with its own tokenizer, made by `init-model`; one to five million parameters train on a laptop."""
+
+    hidden_size: Positive = 128
+    layers: Positive = 4
+    heads: Positive = 4
+    intermediate_size: Positive = 384
+    vocabulary_size: Annotated[int, Field(ge=300)] = 1024
+    max_context_tokens: Positive = 2048
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of 2 * heads = {2 * self.heads}")
+        return self
+
+
+class Model(Section):
+    """Where the initial checkpoint comes from: an existing Hugging Face folder, or Stage 1 of this run."""
+
+    path: Path | None = None
+    init: TinyModel | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.init is None):
+            raise ValueError("give exactly one of model.path (an existing checkpoint) and model.init (a new tiny model)")
+        return self
+
+
+class Stage1(Section):
+    """Warm start by supervised fine-tuning; it runs only for a model that is made here (`model.init`)."""
+
+    demonstrations: Positive = 600
+    """Expert episodes on training games."""
+    mistake_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the expert's steps replaced by a random admissible command, whose tokens carry no loss."""
+    skill_share: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Share of demonstrations whose prompt carries the oracle's skill, so that the policy learns to read one."""
+    analysis_rows: NonNegative = 300
+    """Trajectories with the oracle annotator's analysis."""
+    epochs: Positive = 3
+    batch_rows: Positive = 16
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    warmup_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    token_budget: Positive = 8192
+    """Tokens of a packed micro-batch; bounds memory, never changes the result."""
+    threads: Positive = 2
+    """Nothing else runs during Stage 1, so it may use every core of a laptop."""
+
+
+class Rollout(Section):
+    """How trajectories are sampled."""
+
+    groups_per_update: Positive = 16
+    group_size: Positive = 8
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    layout: Literal["transcript"] = "transcript"
+    """The whole episode as one append-only chat (algorithm specification, section 3)."""
+    prompt_style: Literal["full", "compact"] = "full"
+    """`full` lists the admissible commands each turn; `compact` keeps the observation only, for tiny models."""
+    max_context_tokens: Positive = 2048
+    """An episode whose next turn would not fit ends as truncated."""
+    max_response_tokens: Positive = 512
+
+    @property
+    def batch_trajectories(self) -> int:
+        """Trajectories an update: groups_per_update * group_size."""
+        return self.groups_per_update * self.group_size
+
+
+class Staleness(Section):
+    """How old a sampled token may be when it is trained on."""
+
+    max: NonNegative = 1
+    """Inclusive bound on (version about to be updated - oldest sampling version)."""
+    on_stale: Literal["drop"] = "drop"
+
+
+class Analysis(Section):
+    """Hindsight analysis (algorithm specification, section 5)."""
+
+    max_context_tokens: Positive = 16384
+    max_output_tokens: Positive = 4096
+    timeout_s: Seconds = 60.0
+    """A skill that comes later than this after its trajectory ended is given up: RL terms only, counted."""
+    prompt_style: Literal["full", "compact"] = "full"
+
+
+class Optimizer(Section):
+    """AdamW, constant learning rate (the paper's values)."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    mini_batch_trajectories: Positive | None = None
+    """Trajectories an optimizer step; None takes the whole batch at once."""
+    token_budget: Positive = 16384
+    """Tokens of a packed micro-batch; bounds memory, never changes the result."""
+
+
+class Loss(Section):
+    """The joint loss (algorithm specification, sections 4 and 6)."""
+
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    importance_cap: Annotated[float, Field(ge=1)] = 2.0
+    kl_coef: Annotated[float, Field(ge=0)] = 0.01
+    """0 switches the reference model off at no cost."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.001
+    opd_coef: Annotated[float, Field(ge=0)] = 0.01
+    opd_beta: Annotated[float, Field(ge=0)] = 5.0
+    opd_gate: Literal["sigmoid", "centered", "positive_only"] = "sigmoid"
+    reward_scale: Annotated[float, Field(gt=0)] = 10.0
+    invalid_penalty: Annotated[float, Field(ge=0)] = 0.1
+    divide_by_std: bool = True
+    statistics: Literal["rows", "trajectories"] = "rows"
+
+
+class Actors(Section):
+    """Environment actors."""
+
+    replicas: Positive = 2
+    games_each: Positive = 16
+    """Games that one actor process plays at once."""
+
+
+class Policy(Section):
+    """Policy servers."""
+
+    replicas: Positive = 1
+    engine: Literal["torch"] = "torch"
+    max_slots: Positive = 64
+    """Requests that run at once; each slot holds one context in the KV cache."""
+    threads: Positive = 1
+
+
+class Analyzers(Section):
+    """Analyzer workers; the method grpo starts none."""
+
+    replicas: Positive = 1
+    max_slots: Positive = 16
+    threads: Positive = 1
+
+
+class Learner(Section):
+    """The learner."""
+
+    ranks: Literal[1] = 1
+    threads: Positive = 1
+
+
+class Evaluation(Section):
+    """The evaluation actor, on a fixed panel of held-out games."""
+
+    every: NonNegative = 5
+    """Evaluate every this many versions, beside the first and the last one; 0: only those two."""
+    split: str = "valid_unseen"
+    games: Positive = 134
+    temperature: Annotated[float, Field(ge=0)] = 0.4
+    """The field's validation temperature; 0 is greedy."""
+    concurrency: Positive = 32
+    timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+
+
+class Roles(Section):
+    """Which processes run, and how many."""
+
+    actors: Actors = Actors()
+    policy: Policy = Policy()
+    analyzers: Analyzers = Analyzers()
+    learner: Learner = Learner()
+    evaluation: Evaluation | None = Evaluation()
+
+
+class Buffer(Section):
+    """The replay-free buffer of leases and finished groups."""
+
+    max_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    """Back-pressure starts here: no lease is granted while more than this is held."""
+    lease_timeout_s: Seconds = 30.0
+    """A lease whose actor sent no beat with progress for this long returns and is granted to another."""
+    max_tries: Positive = 3
+    """A member that failed this often ends its group whole."""
+
+
+class Transport(Section):
+    """How the processes of one host reach each other; both kinds are loopback only."""
+
+    kind: Literal["ipc", "tcp"] = "ipc"
+    base_port: Annotated[int, Field(ge=1024, le=65000)] = 27500
+    """tcp: buffer at base_port, weight publisher at + 1, policy servers from + 2."""
+
+
+class Supervision(Section):
+    """How the launcher treats the death of a role."""
+
+    max_restarts: NonNegative = 5
+    """Restarts of one process within `window_s` before the run is given up."""
+    window_s: Seconds = 120.0
+    backoff_max_s: Seconds = 32.0
+    stop_timeout_s: Seconds = 30.0
+    """Time between SIGTERM and SIGKILL at the end."""
+
+
+class Topology(Section):
+    """A whole run."""
+
+    run: Run = Run()
+    method: MethodName = "seed"
+    env: Env = Env()
+    model: Model
+    stage1: Stage1 = Stage1()
+    rollout: Rollout = Rollout()
+    staleness: Staleness = Staleness()
+    analysis: Analysis = Analysis()
+    optimizer: Optimizer = Optimizer()
+    loss: Loss = Loss()
+    roles: Roles = Roles()
+    buffer: Buffer = Buffer()
+    transport: Transport = Transport()
+    supervision: Supervision = Supervision()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.rollout.group_size == 1 and self.loss.divide_by_std:
+            raise ValueError("rollout.group_size 1 has no spread to divide by: set loss.divide_by_std: false or a larger group")
+        mini = self.optimizer.mini_batch_trajectories
+        if mini is not None and self.rollout.batch_trajectories % mini:
+            raise ValueError(
+                f"optimizer.mini_batch_trajectories {mini} must divide the batch of {self.rollout.batch_trajectories} trajectories"
+            )
+        init = self.model.init
+        for name, tokens in (("rollout", self.rollout.max_context_tokens), ("analysis", self.analysis.max_context_tokens)):
+            if init is not None and tokens > init.max_context_tokens:
+                raise ValueError(
+                    f"{name}.max_context_tokens {tokens} exceeds model.init.max_context_tokens {init.max_context_tokens}"
+                )
+        if self.analysis.max_output_tokens >= self.analysis.max_context_tokens:
+            raise ValueError("analysis.max_output_tokens must be smaller than analysis.max_context_tokens")
+        if self.rollout.max_response_tokens >= self.rollout.max_context_tokens:
+            raise ValueError("rollout.max_response_tokens must be smaller than rollout.max_context_tokens")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory: run.dir / run.name."""
+        return self.run.dir / self.run.name
+
+    @property
+    def uses_skills(self) -> bool:
+        """Whether the method analyses trajectories: everything but grpo."""
+        return self.method != "grpo"

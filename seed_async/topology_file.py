@@ -1,0 +1,190 @@
+"""Reads a topology file: safe YAML, no duplicate keys, `${VAR}`, `--set` overrides; errors carry file and line."""
+
+import difflib
+import os
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from yaml.composer import ComposerError
+
+from seed_async.topology import Topology
+
+MAX_FILE_BYTES = 1 << 20
+"""A topology is a page of text; anything larger is a wrong file."""
+
+KeyPath = tuple[str | int, ...]
+
+
+class TopologyError(ValueError):
+    """A topology that cannot be run; the message is ready to print and says where."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader with the float syntax of YAML 1.2 (`1e-6` is a number) and without aliases."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuse aliases: nested ones expand a page of text without bound."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise ComposerError(problem=f"aliases (`*{event.anchor}`) are not allowed", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
+)
+
+
+def _lines_of(node: yaml.Node, path: KeyPath, where: str) -> Iterator[tuple[KeyPath, int]]:
+    """Yield the 1-based line of each key path; refuses a key that stands twice in one mapping."""
+    yield path, node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise TopologyError(f"{where}:{line}: a key must be plain text")
+            if key.value in seen:
+                raise TopologyError(f"{where}:{line}: key `{key.value}` stands twice (first in line {seen[key.value]})")
+            seen[key.value] = line
+            yield (*path, key.value), line
+            for inner, inner_line in _lines_of(value, (*path, key.value), where):
+                if inner != (*path, key.value):
+                    yield inner, inner_line
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _lines_of(value, (*path, index), where)
+
+
+def _substitute(text: str, where: str) -> str:
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in os.environ:
+            line = text.count("\n", 0, match.start()) + 1
+            raise TopologyError(f"{where}:{line}: environment variable {name} is not set")
+        return os.environ[name]
+
+    return re.sub(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", value, text)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise TopologyError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise TopologyError(f"{path}: {len(raw)} bytes; a topology is at most {MAX_FILE_BYTES}")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise TopologyError(f"{path}:{line}: not UTF-8 text (byte {error.start})") from error
+    if not text.strip():
+        raise TopologyError(f"{path}: the file is empty")
+    return text
+
+
+def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        lines = dict(_lines_of(node, (), where)) if node is not None else {}
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise TopologyError(f"{where}{line}: {getattr(error, 'problem', None) or error}") from error
+    except RecursionError as error:
+        raise TopologyError(f"{where}: nested too deeply") from error
+    if not isinstance(data, dict):
+        raise TopologyError(f"{where}:1: a topology is a mapping of sections, not {type(data).__name__}")
+    return data, lines
+
+
+def _apply_override(data: dict[str, Any], override: str) -> KeyPath:
+    """Set one `a.b.c=value` in place; the value is read as YAML. Returns the key path."""
+    key, separator, raw = override.partition("=")
+    path = tuple(key.strip().split("."))
+    if not separator or not all(path):
+        raise TopologyError(f"--set {override}: write --set section.key=value")
+    try:
+        value: Hashable = yaml.load(_substitute(raw, f"--set {key}"), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise TopologyError(f"--set {override}: the value is not YAML") from error
+    target = data
+    for part in path[:-1]:
+        if target.get(part) is None:
+            target[part] = {}
+        target = target[part]
+        if not isinstance(target, dict):
+            raise TopologyError(f"--set {override}: `{part}` is not a section")
+    target[path[-1]] = value
+    return path
+
+
+def _known_keys(path: Sequence[str | int]) -> list[str]:
+    """Return the field names of the section at `path` of the topology."""
+    model: type[BaseModel] = Topology
+    for part in path:
+        field = model.model_fields.get(str(part))
+        candidates = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
+        inner = [kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
+            return []
+        model = inner[0]
+    return list(model.model_fields)
+
+
+def _line_at(lines: Mapping[KeyPath, int], path: KeyPath) -> int:
+    """Return the line of the nearest enclosing key that the file holds."""
+    for length in range(len(path), -1, -1):
+        if path[:length] in lines:
+            return lines[path[:length]]
+    return 1
+
+
+def _describe(error: ValidationError, where: str, lines: Mapping[KeyPath, int], overrides: Mapping[KeyPath, str]) -> str:
+    messages = []
+    for item in error.errors():
+        path: KeyPath = item["loc"]
+        source = next((text for key, text in overrides.items() if path[: len(key)] == key), None)
+        place = f"--set {source}" if source else f"{where}:{_line_at(lines, path)}"
+        name = ".".join(str(part) for part in path) or "topology"
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(path[-1]), _known_keys(path[:-1]), n=1, cutoff=0.5)
+            hint = f"; did you mean `{near[0]}`?" if near else f"; known keys: {', '.join(_known_keys(path[:-1]))}"
+            messages.append(f"{place}: unknown key `{name}`{hint}")
+        elif item["type"] == "value_error" or isinstance(item["input"], dict):
+            messages.append(f"{place}: {name}: {item['msg'].removeprefix('Value error, ')}")
+        else:
+            messages.append(f"{place}: {name}: {item['msg']} (got {item['input']!r})")
+    return "\n".join(messages)
+
+
+def parse_topology(text: str, where: str, overrides: Sequence[str] = ()) -> Topology:
+    """Build a topology from YAML text. Raises TopologyError with every problem, one a line, as `where:line: ...`."""
+    data, lines = _parse(_substitute(text, where), where)
+    applied = {_apply_override(data, override): override for override in overrides}
+    try:
+        return Topology.model_validate(data)
+    except ValidationError as error:
+        raise TopologyError(_describe(error, where, lines, applied)) from error
+
+
+def load_topology(path: Path, overrides: Sequence[str] = ()) -> Topology:
+    """Read a topology file and apply `--set` overrides. Raises TopologyError."""
+    return parse_topology(_read_text(path), str(path), overrides)
+
+
+def dump_topology(topology: Topology) -> str:
+    """Write a topology as YAML with every default filled in; reading it back gives the same topology."""
+    return yaml.safe_dump(topology.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
