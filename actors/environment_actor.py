@@ -1,0 +1,133 @@
+"""Environment actor: plays many games at once through the policy servers and streams trajectories to the buffer.
+
+Consumes leases (buffer) and responses (policy servers). Waits for a lease while back-pressure holds. Produces one
+trajectory, or one failure, for each lease. Unblocked by the buffer's admission gate. Stops on SIGTERM: leases in play
+return by the next incarnation's hello or by their deadline.
+"""
+
+import asyncio
+import time
+
+from seed_async.actors.policy_client import PolicyClient
+from seed_async.actors.rollout import Episode, EpisodePlayer, GenerationFailedError
+from seed_async.envs.contract import Environment, GameFormatError, TaskNotFoundError
+from seed_async.envs.registry import open_suite, tasks_digest
+from seed_async.messages import Ack, ActorHello, Beat, EpisodeFailed, Lease, LeaseGrant, LeaseRequest, Trajectory
+from seed_async.role import RoleContext
+from seed_async.text import ChatTokenizer
+from seed_async.transport import AsyncClient
+
+BUFFER_TIMEOUT_S = 60.0
+BEAT_INTERVAL_S = 1.0
+
+
+class EnvironmentActor:
+    """One actor process: `games_each` players that share one tokenizer, one policy client and one buffer socket."""
+
+    def __init__(self, context: RoleContext) -> None:
+        """Open the suite and connect; nothing is played yet."""
+        topology, run_dir = context.topology, context.run_dir
+        self._context = context
+        self._suite = open_suite(topology.env)
+        self._tasks = tuple(self._suite.tasks(topology.env.split))
+        self._buffer = AsyncClient(run_dir.buffer_endpoint(topology), context.name)
+        endpoints = [run_dir.policy_endpoint(topology, index) for index in range(topology.roles.policy.replicas)]
+        self._policy = PolicyClient(endpoints, f"{context.name}:{context.incarnation}")
+        self._steps = 0
+        self._player = EpisodePlayer(
+            ChatTokenizer.load(run_dir.initial_model(topology)),
+            self._policy,
+            topology.rollout,
+            temperature=topology.rollout.temperature,
+            kind="act",
+            on_step=self._count_step,
+        )
+
+    async def run(self) -> None:
+        """Say hello, then play until told to stop; the first failure of any part ends the process."""
+        context = self._context
+        hello = ActorHello(
+            actor=context.name,
+            incarnation=context.incarnation,
+            num_tasks=len(self._tasks),
+            tasks_digest=tasks_digest(self._tasks),
+        )
+        await self._buffer.call(hello, BUFFER_TIMEOUT_S)
+        async with asyncio.TaskGroup() as group:
+            jobs = [group.create_task(self._play_games()) for _ in range(context.topology.roles.actors.games_each)]
+            jobs.append(group.create_task(self._beat()))
+            while not context.stop.is_set() and not any(job.done() for job in jobs):
+                await asyncio.sleep(0.1)
+            for job in jobs:
+                job.cancel()
+        self._policy.close()
+        self._buffer.close()
+
+    async def _play_games(self) -> None:
+        environment = self._suite.make()
+        while True:
+            request = LeaseRequest(actor=self._context.name, incarnation=self._context.incarnation, slots=1)
+            grant = await self._buffer.call(request, BUFFER_TIMEOUT_S)
+            for lease in grant.leases if isinstance(grant, LeaseGrant) else ():
+                await self._play_lease(environment, lease)
+
+    async def _play_lease(self, environment: Environment, lease: Lease) -> None:
+        started_at_s = time.time()
+        task_id = self._tasks[lease.task_index]
+        try:
+            with self._context.timeline.span("act", -1):
+                episode = await self._player.play(environment, task_id, lease.seed)
+        except (GameFormatError, TaskNotFoundError, GenerationFailedError) as error:
+            # One bad game costs one episode, never the actor; the buffer counts it and quarantines repeats.
+            self._context.log.warning("episode failed", task=task_id, error=str(error))
+            await self._buffer.call(
+                EpisodeFailed(lease_id=lease.lease_id, incarnation=self._context.incarnation, reason=str(error)),
+                BUFFER_TIMEOUT_S,
+            )
+            return
+        ack = await self._buffer.call(self._trajectory(lease, task_id, episode, started_at_s), BUFFER_TIMEOUT_S)
+        if isinstance(ack, Ack) and ack.status in ("fenced", "refused"):
+            self._context.log.warning("trajectory not taken", lease=lease.lease_id, status=ack.status, detail=ack.detail)
+        self._count_episode(episode, time.time() - started_at_s)
+
+    def _trajectory(self, lease: Lease, task_id: str, episode: Episode, started_at_s: float) -> Trajectory:
+        return Trajectory(
+            trajectory_id=f"{lease.lease_id}-{self._context.incarnation}",
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            member=lease.member,
+            actor=self._context.name,
+            incarnation=self._context.incarnation,
+            task_id=task_id,
+            task=episode.task,
+            task_type=episode.task_type,
+            vocabulary=self._context.topology.env.vocabulary,
+            first_user=episode.first.text,
+            task_line=episode.first.task_line,
+            turns=episode.turns,
+            status=episode.status,
+            episode_return=episode.episode_return,
+            started_at_s=started_at_s,
+            ended_at_s=time.time(),
+        )
+
+    async def _beat(self) -> None:
+        while True:
+            beat = Beat(actor=self._context.name, incarnation=self._context.incarnation, progress=self._steps)
+            await self._buffer.call(beat, BUFFER_TIMEOUT_S)
+            await asyncio.sleep(BEAT_INTERVAL_S)
+
+    def _count_step(self) -> None:
+        self._steps += 1
+        self._context.metrics.counter("environment_steps_total").inc()
+
+    def _count_episode(self, episode: Episode, seconds: float) -> None:
+        metrics = self._context.metrics
+        metrics.counter("episodes_total", outcome=episode.status).inc()
+        metrics.counter("invalid_actions_total").inc(sum(not turn.valid for turn in episode.turns))
+        metrics.histogram("episode_seconds").observe(seconds)
+
+
+def run(context: RoleContext) -> None:
+    """Run one environment actor."""
+    asyncio.run(EnvironmentActor(context).run())

@@ -1,0 +1,119 @@
+"""Policy server: samples responses for actors and the evaluation actor at the newest weights.
+
+Consumes generation requests and weight versions. Waits for the first published version before it serves anything.
+Produces responses whose tokens carry the version that sampled them. Unblocked by requests and by the publisher.
+Stops on SIGTERM; whoever waits for a response asks the next incarnation again.
+"""
+
+import numpy as np
+
+from seed_async.actors.engines.torch_engine import TorchEngine, load_model
+from seed_async.messages import Ack, CancelRequest, GenerateReply, GenerateRequest
+from seed_async.ports import Generation, RequestRefusedError
+from seed_async.reporting import report_engine, report_rejected
+from seed_async.role import RoleContext
+from seed_async.transport import Client, Request, Server
+from seed_async.weights import WeightReceiver
+
+IDLE_WAIT_S = 0.02
+MAX_CONTEXT_SLACK_TOKENS = 8
+"""Room beyond the longest context of a rollout, so that the engine's own limit is never the tighter one."""
+
+
+class PolicyServer:
+    """One engine behind one socket."""
+
+    def __init__(self, context: RoleContext) -> None:
+        """Load the initial checkpoint as a skeleton; its weights are replaced before anything is served."""
+        topology, run_dir = context.topology, context.run_dir
+        self._context = context
+        self._engine = TorchEngine(
+            load_model(run_dir.initial_model(topology)),
+            max_slots=topology.roles.policy.max_slots,
+            max_context_tokens=topology.rollout.max_context_tokens + MAX_CONTEXT_SLACK_TOKENS,
+            version=-1,
+        )
+        client = Client(run_dir.weights_endpoint(topology), context.name)
+        self._weights = WeightReceiver(client, f"{context.name}:{context.incarnation}", "policy")
+        self._open: dict[str, Request] = {}
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        context = self._context
+        while not context.stop.is_set() and self._engine.health().version < 0:
+            self._take_weights(wait_s=0.2)
+        server = Server(context.run_dir.policy_endpoint(context.topology, context.index))
+        while not context.stop.is_set():
+            self._take_weights(wait_s=0.0)
+            for request in server.poll(0.0 if self._open else IDLE_WAIT_S):
+                self._accept(request)
+            for generation in self._engine.step():
+                self._answer(generation)
+            self._report(server)
+        server.close()
+
+    def _take_weights(self, wait_s: float) -> None:
+        update = self._weights.poll(wait_s)
+        if update is None:
+            return
+        manifest, tensors = update
+        with (
+            self._context.timeline.span("load_weights", manifest.version),
+            self._context.metrics.histogram("weight_sync_seconds").time(),
+        ):
+            self._engine.load_weights(manifest.version, tensors)
+        self._weights.acknowledge(manifest)
+        self._context.metrics.gauge("policy_version").set(manifest.version)
+        self._context.log.info("weights loaded", version=manifest.version, digest=manifest.digest)
+
+    def _accept(self, request: Request) -> None:
+        message = request.message
+        if isinstance(message, GenerateRequest):
+            try:
+                self._engine.submit(message.request_id, message.prompt_ids, message.sampling, message.kind)
+            except RequestRefusedError as error:
+                request.reply(_refusal(message.request_id, str(error)))
+            else:
+                self._open[message.request_id] = request
+        elif isinstance(message, CancelRequest):
+            self._engine.cancel(message.request_id)
+            request.reply(Ack())
+        else:
+            request.reply(Ack(status="refused", detail="a policy server answers GenerateRequest and CancelRequest only"))
+
+    def _answer(self, generation: Generation) -> None:
+        self._open.pop(generation.request_id).reply(
+            GenerateReply(
+                request_id=generation.request_id,
+                token_ids=generation.token_ids,
+                logprobs=generation.logprobs,
+                versions=generation.versions,
+                finish_reason=generation.finish_reason,
+                cached_tokens=generation.cached_tokens,
+            )
+        )
+
+    def _report(self, server: Server) -> None:
+        report_engine(self._context.metrics, self._engine.health())
+        report_rejected(self._context.metrics, server.rejected)
+
+
+def _refusal(request_id: str, error: str) -> GenerateReply:
+    nothing = np.zeros(0, dtype=np.int32)
+    return GenerateReply(
+        request_id=request_id,
+        token_ids=nothing,
+        logprobs=np.zeros(0, dtype=np.float32),
+        versions=nothing,
+        finish_reason="cancelled",
+        cached_tokens=0,
+        error=error,
+    )
+
+
+def run(context: RoleContext) -> None:
+    """Run one policy server."""
+    import torch
+
+    torch.set_num_threads(context.topology.roles.policy.threads)
+    PolicyServer(context).run()

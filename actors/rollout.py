@@ -1,0 +1,114 @@
+"""Plays one episode through a policy server: shared by environment actors, the evaluation actor and `evaluate`.
+
+Ids are kept as sampled: the context grows by the sampled response and the ids of the next observation, and the same
+arrays become the trajectory.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from seed_async.envs.contract import Environment
+from seed_async.messages import GenerateReply, TrajectoryStatus, Turn
+from seed_async.ports import RequestKind, Sampling
+from seed_async.prompts import FirstPrompt, first_prompt, next_prompt, parse_action
+from seed_async.text import ChatTokenizer
+from seed_async.topology import Rollout
+
+
+class GenerationFailedError(RuntimeError):
+    """The policy server refused or could not finish a request; the episode cannot go on."""
+
+
+class Generator(Protocol):
+    """Where responses come from."""
+
+    async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind) -> GenerateReply:
+        """Sample one response to `prompt_ids`, int32 [P]. Raises GenerationFailedError."""
+        ...
+
+
+class Episode(NamedTuple):
+    """A finished episode; `first` is the first user message, `episode_return` the sum of unscaled rewards."""
+
+    task: str
+    task_type: str
+    first: FirstPrompt
+    turns: tuple[Turn, ...]
+    status: TrajectoryStatus
+    episode_return: float
+
+
+class EpisodePlayer:
+    """How episodes of a run are played: prompts, limits and sampling."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        generator: Generator,
+        rollout: Rollout,
+        *,
+        temperature: float,
+        kind: RequestKind,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_step` is called after each environment step (the actor's progress counter)."""
+        self._tokenizer, self._generator, self._rollout = tokenizer, generator, rollout
+        self._temperature, self._kind, self._on_step = temperature, kind, on_step
+
+    async def play(self, environment: Environment, task_id: str, seed: int) -> Episode:
+        """Play `task_id` to its end, or until the next turn would not fit the context (`truncated`).
+
+        Raises what `environment.reset` raises, and GenerationFailedError.
+        """
+        observation = environment.reset(task_id)
+        style = self._rollout.prompt_style
+        first = first_prompt(style, observation.info.task, observation.text, observation.admissible)
+        prompt_ids = self._tokenizer.first_prompt(first.text)
+        context = prompt_ids
+        turns: list[Turn] = []
+        status: TrajectoryStatus = "truncated"
+        episode_return = 0.0
+        while (room := self._rollout.max_context_tokens - context.size) > 0:
+            reply = await self._generator.generate(context, self._sampling(room, seed, len(turns)), self._kind)
+            response = self._tokenizer.decode(reply.token_ids)
+            action = parse_action(response)
+            result = environment.step(action.command)
+            self._on_step()
+            info = result.observation.info
+            turns.append(
+                Turn(
+                    observation=observation.text,
+                    response=response,
+                    action=action.command,
+                    parsed=action.parsed,
+                    valid=action.parsed and info.valid,
+                    prompt_ids=prompt_ids,
+                    response_ids=reply.token_ids,
+                    behaviour_logprob=reply.logprobs,
+                    versions=reply.versions,
+                )
+            )
+            episode_return += result.reward
+            if result.terminated or result.truncated:
+                status = "won" if info.won else "lost" if result.terminated else "truncated"
+                break
+            observation = result.observation
+            after_eos = int(reply.token_ids[-1]) in self._tokenizer.eos_ids
+            prompt_ids = self._tokenizer.next_prompt(
+                next_prompt(style, observation.text, observation.admissible), after_eos=after_eos
+            )
+            context = np.concatenate([context, reply.token_ids, prompt_ids])
+        if not turns:
+            raise GenerationFailedError(f"the first prompt of {task_id} has {context.size} tokens, more than the context")
+        info = observation.info
+        return Episode(info.task, info.task_type, first, tuple(turns), status, episode_return)
+
+    def _sampling(self, room: int, seed: int, turn: int) -> Sampling:
+        return Sampling(
+            temperature=self._temperature,
+            max_new_tokens=min(room, self._rollout.max_response_tokens),
+            seed=(seed * 1009 + turn) % (1 << 63),  # another stream for each turn of an episode
+            stop_ids=self._tokenizer.eos_ids,
+        )
