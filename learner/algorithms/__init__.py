@@ -1,0 +1,1 @@
+"""The math of the learner as pure functions: advantages, losses, methods."""

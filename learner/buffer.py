@@ -1,0 +1,439 @@
+"""The replay-free on-policy buffer: leases for the members of groups, finished trajectories, their skills, batches.
+
+Pure state, no sockets, no threads: `buffer_server` owns one and passes the time in. A group is N members of one game;
+each member is a lease that one actor incarnation holds. A group is handed to the learner whole and once, or dropped
+whole with its reason; nothing is ever trained twice.
+"""
+
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+import numpy as np
+
+from seed_async.messages import AckStatus, Lease, Sample, SkillResult, Trajectory
+from seed_async.staleness import StalenessBound
+from seed_async.topology import Topology
+
+Fate = Literal["trained", "stale", "stale_group", "failed_group", "learner_stale", "unused"]
+MAX_REMEMBERED_IDS = 100_000
+"""Trajectory ids kept to recognise a resent one; a resend comes within seconds."""
+
+
+class TaskListMismatchError(RuntimeError):
+    """Two actors see different training splits, so a task index would not name one game."""
+
+
+class NoTasksLeftError(RuntimeError):
+    """No task can be played: the split is empty, or the games of all tasks failed; waiting would never end."""
+
+
+@dataclass
+class _Held:
+    """A lease in the hands of an actor incarnation; `renewed_at_s` is its last sign of progress."""
+
+    lease: Lease
+    actor: str
+    incarnation: str
+    renewed_at_s: float
+
+
+@dataclass
+class _Member:
+    """A finished member. `skill_reason` says why it has no skill; `resolved`: nothing more is waited for."""
+
+    trajectory: Trajectory
+    num_bytes: int
+    arrived_at_s: float
+    sample: Sample
+    resolved: bool
+    claimed_at_s: float | None = None
+
+
+@dataclass
+class _Group:
+    group_id: str
+    task_index: int
+    members: dict[int, _Member] = field(default_factory=dict)
+    tries: Counter[int] = field(default_factory=Counter)
+
+
+def trajectory_bytes(trajectory: Trajectory) -> int:
+    """Bytes of a trajectory's arrays and observations: what holding it costs."""
+    return sum(
+        turn.prompt_ids.nbytes + turn.response_ids.nbytes + turn.behaviour_logprob.nbytes + turn.versions.nbytes
+        + len(turn.observation) + len(turn.response)
+        for turn in trajectory.turns
+    )
+
+
+def trajectory_fault(trajectory: Trajectory, newest_version: int, vocabulary_size: int) -> str:
+    """Return what is wrong with a received trajectory, or an empty string.
+
+    `newest_version` is the newest that a policy server may serve.
+    """
+    if not trajectory.turns or not trajectory.turns[0].prompt_ids.size:
+        return "no turns, or nothing before the first response"
+    if not math.isfinite(trajectory.episode_return):
+        return "episode return is not finite"
+    for turn in trajectory.turns:
+        arrays = (turn.prompt_ids, turn.response_ids, turn.versions, turn.behaviour_logprob)
+        if any(array.ndim != 1 or array.dtype.kind != kind for array, kind in zip(arrays, "iiif", strict=True)):
+            return "an array has another type or shape than declared"
+        size = turn.response_ids.size
+        if size == 0 or turn.behaviour_logprob.size != size or turn.versions.size != size:
+            return "lengths of ids, log-probs and versions differ or are zero"
+        if not np.isfinite(turn.behaviour_logprob).all():
+            return "log-prob is not finite"
+        ids = np.concatenate([turn.prompt_ids, turn.response_ids])
+        if ids.min() < 0 or ids.max() >= vocabulary_size:
+            return "token id outside the vocabulary"
+        if turn.versions.min() < 0 or turn.versions.max() > newest_version:
+            return "version from the future"
+    return ""
+
+
+class GroupBuffer:
+    """Leases, groups, skills and batches of one run (see the module's docstring)."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        vocabulary_size: int,
+        on_fate: Callable[[Sample, Fate, int, int], None] = lambda *_: None,
+    ) -> None:
+        """`on_fate(sample, fate, version, age)` is called once for each accepted trajectory, when its fate is known."""
+        self._topology = topology
+        self._vocabulary_size = vocabulary_size
+        self._on_fate = on_fate
+        self._bound = StalenessBound(topology.staleness.max, topology.rollout.groups_per_update)
+        self._num_tasks = 0
+        self._tasks_digest = ""
+        self._tasks: Iterator[int] = iter(())
+        self._group_numbers = count()
+        self._lease_numbers = count()
+        self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._vacant: deque[tuple[str, int]] = deque()
+        self._held: dict[str, _Held] = {}
+        self._incarnations: dict[str, str] = {}
+        self._progress: dict[str, int] = {}
+        self._complete: deque[str] = deque()
+        self._analysis_queue: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._analysing: dict[str, tuple[str, int]] = {}
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._quarantined: set[int] = set()
+        self._groups_admitted = 0
+        self._held_bytes = 0
+        self._trained_ages: Counter[int] = Counter()
+        self.version = -1
+        self.counts: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+
+    # Actors ----------------------------------------------------------------------------------------------------
+
+    def hello(self, actor: str, incarnation: str, num_tasks: int, tasks_digest: str) -> None:
+        """Register an incarnation; the leases of its predecessor return. Raises TaskListMismatchError."""
+        if not num_tasks:
+            raise NoTasksLeftError(f"{actor} sees no training task")
+        if self._num_tasks and tasks_digest != self._tasks_digest:
+            raise TaskListMismatchError(f"{actor} sees other training tasks than the actors before it")
+        if not self._num_tasks:
+            self._num_tasks, self._tasks_digest = num_tasks, tasks_digest
+            self._tasks = self._shuffled_tasks()
+        self._progress.pop(self._incarnations.get(actor, ""), None)
+        self._incarnations[actor] = incarnation
+        self._progress[incarnation] = -1
+        for lease_id in [key for key, held in self._held.items() if held.actor == actor]:
+            self._return(lease_id, "returned")
+
+    def beat(self, incarnation: str, progress: int, now_s: float) -> None:
+        """Renew the leases of an incarnation that made progress since its last beat."""
+        if progress <= self._progress.get(incarnation, progress):
+            return
+        self._progress[incarnation] = progress
+        for held in self._held.values():
+            if held.incarnation == incarnation:
+                held.renewed_at_s = now_s
+
+    def grant(self, actor: str, incarnation: str, slots: int, now_s: float) -> tuple[Lease, ...]:
+        """Lease up to `slots` members: returned ones first, then members of new groups while admission allows.
+
+        Raises NoTasksLeftError.
+        """
+        if self._incarnations.get(actor) != incarnation:
+            return ()
+        leases: list[Lease] = []
+        while len(leases) < slots and (self._vacant or self._open_group()):
+            group_id, member = self._vacant.popleft()
+            group = self._groups[group_id]
+            number = next(self._lease_numbers)
+            lease = Lease(
+                lease_id=f"l{number}",
+                group_id=group_id,
+                member=member,
+                task_index=group.task_index,
+                seed=int(np.random.SeedSequence([self._topology.run.seed, number]).generate_state(1)[0]),
+            )
+            self._held[lease.lease_id] = _Held(lease, actor, incarnation, now_s)
+            self.counts["leased"] += 1
+            leases.append(lease)
+        return tuple(leases)
+
+    def submit(self, trajectory: Trajectory, now_s: float) -> tuple[AckStatus, str]:
+        """Take over a finished trajectory; returns its status and, for a refusal, what is wrong with it."""
+        if trajectory.trajectory_id in self._seen:
+            self.counts["duplicate"] += 1
+            return "duplicate", ""
+        held = self._held.get(trajectory.lease_id)
+        if held is None or held.incarnation != trajectory.incarnation:
+            self.counts["fenced"] += 1
+            return "fenced", "the lease is no longer held by this incarnation"
+        # A policy server may serve the next version before the learner has heard of all acknowledgements.
+        fault = trajectory_fault(trajectory, self.version + 1, self._vocabulary_size)
+        if (trajectory.group_id, trajectory.member) != (held.lease.group_id, held.lease.member):
+            fault = "another group or member than the lease's"
+        if fault:
+            self.counts["refused"] += 1
+            self._return(trajectory.lease_id, "failed")
+            return "refused", fault
+        self._remember(trajectory.trajectory_id)
+        del self._held[trajectory.lease_id]
+        self._accept(trajectory, now_s)
+        return "accepted", ""
+
+    def fail(self, lease_id: str, incarnation: str) -> bool:
+        """Return a lease whose episode failed; False when the incarnation does not hold it."""
+        held = self._held.get(lease_id)
+        if held is None or held.incarnation != incarnation:
+            self.counts["fenced"] += 1
+            return False
+        self._return(lease_id, "failed")
+        return True
+
+    def expire(self, now_s: float) -> None:
+        """Return leases without progress, re-queue claims of dead analyzers, give up skills that come too late."""
+        timeout_s = self._topology.buffer.lease_timeout_s
+        for lease_id in [key for key, held in self._held.items() if now_s - held.renewed_at_s > timeout_s]:
+            self._return(lease_id, "returned")
+        for group in self._groups.values():
+            for member in group.members.values():
+                if not member.resolved and now_s - member.arrived_at_s > self._topology.analysis.timeout_s:
+                    self.counts["skill_timeout"] += 1
+                    self._resolve(member, Sample(trajectory=member.trajectory, skill=None, skill_reason="timeout"))
+
+    # Analyzers -------------------------------------------------------------------------------------------------
+
+    def claim_analyses(self, max_jobs: int, now_s: float) -> tuple[Trajectory, ...]:
+        """Hand out trajectories to analyse, oldest first. A claim that stays unanswered is offered again."""
+        retry_s = self._topology.analysis.timeout_s / 2
+        for trajectory_id, place in reversed(list(self._analysing.items())):
+            claimed = self._groups[place[0]].members[place[1]]
+            if claimed.claimed_at_s is not None and now_s - claimed.claimed_at_s > retry_s:
+                del self._analysing[trajectory_id]
+                self._analysis_queue[trajectory_id] = place
+                self._analysis_queue.move_to_end(trajectory_id, last=False)
+        jobs: list[Trajectory] = []
+        while self._analysis_queue and len(jobs) < max_jobs:
+            trajectory_id, place = self._analysis_queue.popitem(last=False)
+            member = self._groups[place[0]].members[place[1]]
+            member.claimed_at_s = now_s
+            self._analysing[trajectory_id] = place
+            jobs.append(member.trajectory)
+        return tuple(jobs)
+
+    def add_skill(self, result: SkillResult) -> AckStatus:
+        """Attach a skill, or the reason why there is none, to its trajectory; a late one is refused."""
+        # Whoever answers first: a slow analyzer's answer counts although its claim was taken back.
+        place = self._analysing.get(result.trajectory_id) or self._analysis_queue.get(result.trajectory_id)
+        if place is None:
+            self.counts["skill_late"] += 1
+            return "refused"
+        member = self._groups[place[0]].members[place[1]]
+        self.counts["skill_parsed" if result.skill else "skill_unparsed"] += 1
+        reason = "" if result.skill else (result.reason or "unparsed")
+        self._resolve(member, Sample(trajectory=member.trajectory, skill=result.skill, skill_reason=reason))
+        return "accepted"
+
+    # Learner ---------------------------------------------------------------------------------------------------
+
+    def advance(self, version: int) -> None:
+        """Note that `version` is acknowledged by the policy servers; admission opens accordingly."""
+        self.version = max(self.version, version)
+
+    def take_batch(self, version: int) -> tuple[Sample, ...]:
+        """Return the oldest complete groups for the update from `version`, or () while there are too few.
+
+        A group with a trajectory older than the bound is dropped whole; the age counts from its oldest token.
+        """
+        for group_id in [key for key in self._complete if self._ready(self._groups[key])]:
+            members = self._groups[group_id].members.values()
+            if any(not self._bound.admits(version, member.trajectory.oldest_version) for member in members):
+                self._drop_stale(self._groups[group_id], version)
+        ready = [key for key in self._complete if self._ready(self._groups[key])][: self._bound.groups_per_update]
+        if len(ready) < self._bound.groups_per_update:
+            return ()
+        samples: list[Sample] = []
+        for group_id in ready:
+            group = self._groups[group_id]
+            for number in sorted(group.members):
+                sample = group.members[number].sample
+                age = version - sample.trajectory.oldest_version
+                self._trained_ages[age] += 1
+                self.counts["trained"] += 1
+                self._on_fate(sample, "trained", version, age)
+                samples.append(sample)
+            self._forget(group)
+        return tuple(samples)
+
+    def learner_refused(self, num_trajectories: int) -> None:
+        """Move whole groups that the learner's own check found too old from trained to dropped."""
+        self.counts["trained"] -= num_trajectories
+        self.dropped["learner_stale"] += num_trajectories
+        self._groups_admitted -= num_trajectories // self._topology.rollout.group_size
+
+    # Accounting ------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Leases in the hands of actors."""
+        return len(self._held)
+
+    @property
+    def buffered(self) -> int:
+        """Accepted trajectories whose fate is still open."""
+        return sum(len(group.members) for group in self._groups.values())
+
+    @property
+    def analysis_backlog(self) -> int:
+        """Trajectories that wait for an analyzer or are with one."""
+        return len(self._analysis_queue) + len(self._analysing)
+
+    def accounting(self) -> dict[str, object]:
+        """Every count of the run, and whether they add up: no trajectory and no lease is lost or counted twice."""
+        accepted, trained = self.counts["accepted"], self.counts["trained"]
+        ended_leases = accepted + self.counts["returned"] + self.counts["failed"]
+        return {
+            "accepted": accepted,
+            "trained": trained,
+            "dropped": dict(self.dropped),
+            "buffered": self.buffered,
+            "duplicate": self.counts["duplicate"],
+            "fenced": self.counts["fenced"],
+            "refused": self.counts["refused"],
+            "leases": {
+                "granted": self.counts["leased"],
+                "returned": self.counts["returned"],
+                "failed": self.counts["failed"],
+                "running": self.running,
+            },
+            "skills": {key: self.counts[f"skill_{key}"] for key in ("parsed", "unparsed", "timeout", "late")},
+            "quarantined_tasks": sorted(self._quarantined),
+            "ages": {str(age): number for age, number in sorted(self._trained_ages.items())},
+            "balance_ok": accepted == trained + sum(self.dropped.values()) + self.buffered
+            and self.counts["leased"] == ended_leases + self.running,
+        }
+
+    def close(self) -> None:
+        """Report the fate of what was never used."""
+        for group in self._groups.values():
+            for member in group.members.values():
+                age = self.version - member.trajectory.oldest_version
+                self._on_fate(member.sample, "unused", self.version, age)
+
+    # Internals -------------------------------------------------------------------------------------------------
+
+    def _shuffled_tasks(self) -> Iterator[int]:
+        """Every task once an epoch, in an order that only the run's seed and the epoch decide."""
+        for epoch in count():
+            order = np.random.default_rng([self._topology.run.seed, epoch]).permutation(self._num_tasks)
+            if len(self._quarantined) == self._num_tasks:
+                return
+            # Looked up when it is its turn: a task may fail within the epoch.
+            yield from (int(task) for task in order if int(task) not in self._quarantined)
+
+    def _open_group(self) -> bool:
+        # Over the limit, as many groups as a batch needs may still be open: with fewer the learner would wait for ever.
+        enough = len(self._groups) >= self._bound.groups_per_update
+        full = enough and self._held_bytes >= self._topology.buffer.max_bytes
+        if full or not self._bound.may_open_group(self.version, self._groups_admitted):
+            return False
+        task_index = next(self._tasks, None)
+        if task_index is None:
+            tries = self._topology.buffer.max_tries
+            raise NoTasksLeftError(f"all {self._num_tasks} training tasks failed {tries} times")
+        group = _Group(f"g{next(self._group_numbers)}", task_index)
+        self._groups[group.group_id] = group
+        self._groups_admitted += 1
+        self._vacant.extend((group.group_id, member) for member in range(self._topology.rollout.group_size))
+        return True
+
+    def _accept(self, trajectory: Trajectory, now_s: float) -> None:
+        group = self._groups[trajectory.group_id]
+        num_bytes = trajectory_bytes(trajectory)
+        wanted = self._topology.uses_skills
+        sample = Sample(trajectory=trajectory, skill=None, skill_reason="" if wanted else "method")
+        group.members[trajectory.member] = _Member(trajectory, num_bytes, now_s, sample, resolved=not wanted)
+        self._held_bytes += num_bytes
+        self.counts["accepted"] += 1
+        if wanted:
+            self._analysis_queue[trajectory.trajectory_id] = (trajectory.group_id, trajectory.member)
+        if len(group.members) == self._topology.rollout.group_size:
+            self._complete.append(group.group_id)
+
+    def _return(self, lease_id: str, how: Literal["returned", "failed"]) -> None:
+        held = self._held.pop(lease_id)
+        self.counts[how] += 1
+        group, member = self._groups[held.lease.group_id], held.lease.member
+        group.tries[member] += how == "failed"
+        if group.tries[member] >= self._topology.buffer.max_tries:
+            self._drop_failed(group)
+        else:
+            self._vacant.appendleft((group.group_id, member))
+
+    def _drop_failed(self, group: _Group) -> None:
+        self._quarantined.add(group.task_index)
+        for member in group.members.values():
+            self.dropped["failed_group"] += 1
+            self._on_fate(member.sample, "failed_group", self.version, self.version - member.trajectory.oldest_version)
+        for lease_id in [key for key, held in self._held.items() if held.lease.group_id == group.group_id]:
+            del self._held[lease_id]
+            self.counts["returned"] += 1
+        self._vacant = deque(item for item in self._vacant if item[0] != group.group_id)
+        self._groups_admitted -= 1
+        self._forget(group)
+
+    def _drop_stale(self, group: _Group, version: int) -> None:
+        for member in group.members.values():
+            old = not self._bound.admits(version, member.trajectory.oldest_version)
+            reason: Fate = "stale" if old else "stale_group"
+            self.dropped[reason] += 1
+            self._on_fate(member.sample, reason, version, version - member.trajectory.oldest_version)
+        self._groups_admitted -= 1
+        self._forget(group)
+
+    def _resolve(self, member: _Member, sample: Sample) -> None:
+        member.sample, member.resolved = sample, True
+        self._end_analysis(member)
+
+    def _end_analysis(self, member: _Member) -> None:
+        self._analysing.pop(member.trajectory.trajectory_id, None)
+        self._analysis_queue.pop(member.trajectory.trajectory_id, None)
+
+    def _ready(self, group: _Group) -> bool:
+        return all(member.resolved for member in group.members.values())
+
+    def _forget(self, group: _Group) -> None:
+        self._held_bytes -= sum(member.num_bytes for member in group.members.values())
+        for member in group.members.values():
+            self._end_analysis(member)
+        if group.group_id in self._complete:
+            self._complete.remove(group.group_id)
+        del self._groups[group.group_id]
+
+    def _remember(self, trajectory_id: str) -> None:
+        self._seen[trajectory_id] = None
+        if len(self._seen) > MAX_REMEMBERED_IDS:
+            self._seen.popitem(last=False)

@@ -1,0 +1,210 @@
+"""Buffer server: the one place through which leases, trajectories, skills and batches pass.
+
+Consumes hellos, lease requests, beats, trajectories, skills, batch requests and evaluation results. Waits for messages
+only; a request that cannot be answered yet (no lease, no job, no batch) is held and looked at again after each message.
+Produces leases, analysis jobs and batches. Unblocked by any message and by the clock. Stops on SIGTERM and then writes
+the run's accounting.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from seed_async.learner.buffer import Fate, GroupBuffer
+from seed_async.messages import (
+    Ack,
+    ActorHello,
+    AnalysisJobs,
+    AnalysisRequest,
+    Batch,
+    BatchRequest,
+    Beat,
+    EpisodeFailed,
+    EvaluationDone,
+    Finished,
+    LeaseGrant,
+    LeaseRequest,
+    Message,
+    RunFinished,
+    RunState,
+    RunStateRequest,
+    Sample,
+    SkillResult,
+    StaleReport,
+    Trajectory,
+)
+from seed_async.reporting import report_buffer, report_rejected
+from seed_async.role import RoleContext
+from seed_async.transport import Request, Server
+
+HOLD_S = 2.0
+"""How long a request without an answer is held; the asker then gets an empty answer and asks again."""
+POLL_S = 0.05
+TICK_INTERVAL_S = 0.5
+"""How often deadlines are looked at and metrics brought up to date."""
+
+
+class BufferServer:
+    """A GroupBuffer behind a socket, the run's state, and the record of every trajectory."""
+
+    def __init__(self, context: RoleContext) -> None:
+        """Bind; nothing is granted before a first version is acknowledged."""
+        self._context = context
+        self._server = Server(context.run_dir.buffer_endpoint(context.topology))
+        config = json.loads((context.run_dir.initial_model(context.topology) / "config.json").read_text())
+        self._buffer = GroupBuffer(context.topology, int(config["vocab_size"]), self._record)
+        self._records = context.run_dir.trajectories.open("a")
+        self._held: list[tuple[float, Request]] = []
+        self._finished = False
+        self._evaluated: set[int] = set()
+        self._last_tick_s = 0.0
+        self._handlers: dict[type[Message], Callable[[Any], Message | None]] = {
+            ActorHello: self._hello,
+            LeaseRequest: self._lease,
+            Beat: self._beat,
+            Trajectory: self._trajectory,
+            EpisodeFailed: self._failed,
+            AnalysisRequest: self._analysis,
+            SkillResult: self._skill,
+            BatchRequest: self._batch,
+            StaleReport: self._stale,
+            RunFinished: self._run_finished,
+            RunStateRequest: lambda _: RunState(version=self._buffer.version, finished=self._finished),
+            EvaluationDone: self._evaluation_done,
+        }
+
+    def run(self) -> None:
+        """Answer until told to stop."""
+        while not self._context.stop.is_set():
+            now_s = time.monotonic()
+            for request in self._server.poll(POLL_S):
+                self._held.append((now_s + HOLD_S, request))
+            self._tick(now_s)
+            self._held = [(deadline_s, request) for deadline_s, request in self._held if not self._answer(request, deadline_s)]
+        self._buffer.close()
+        self._records.close()
+        self._context.run_dir.counts.write_text(json.dumps(self._buffer.accounting(), indent=2) + "\n")
+        self._server.close()
+
+    def _answer(self, request: Request, deadline_s: float) -> bool:
+        handler = self._handlers.get(type(request.message))
+        if handler is None:
+            answer: Message | None = Ack(status="refused", detail=f"the buffer does not take {type(request.message).__name__}")
+        else:
+            answer = handler(request.message)
+        if answer is None and time.monotonic() > deadline_s:
+            answer = _EMPTY_ANSWERS[type(request.message)](request.message)
+        if answer is None:
+            return False
+        request.reply(answer)
+        return True
+
+    def _tick(self, now_s: float) -> None:
+        if now_s - self._last_tick_s < TICK_INTERVAL_S:
+            return
+        self._last_tick_s = now_s
+        self._buffer.expire(now_s)
+        report_buffer(self._context.metrics, self._buffer.accounting(), self._buffer.analysis_backlog)
+        report_rejected(self._context.metrics, self._server.rejected)
+
+    # Handlers: a message in, its answer out, None for "not yet" -------------------------------------------------
+
+    def _hello(self, message: ActorHello) -> Message:
+        self._buffer.hello(message.actor, message.incarnation, message.num_tasks, message.tasks_digest)
+        self._context.log.info("actor", actor=message.actor, incarnation=message.incarnation, tasks=message.num_tasks)
+        return Ack()
+
+    def _lease(self, message: LeaseRequest) -> Message | None:
+        leases = self._buffer.grant(message.actor, message.incarnation, message.slots, time.monotonic())
+        return LeaseGrant(leases=leases) if leases else None
+
+    def _beat(self, message: Beat) -> Message:
+        self._buffer.beat(message.incarnation, message.progress, time.monotonic())
+        return Ack()
+
+    def _trajectory(self, message: Trajectory) -> Message:
+        status, detail = self._buffer.submit(message, time.monotonic())
+        if status == "refused":
+            self._context.log.warning("trajectory refused", trajectory=message.trajectory_id, detail=detail)
+        return Ack(status=status, detail=detail)
+
+    def _failed(self, message: EpisodeFailed) -> Message:
+        self._context.log.warning("episode failed", lease=message.lease_id, reason=message.reason)
+        return Ack(status="accepted" if self._buffer.fail(message.lease_id, message.incarnation) else "fenced")
+
+    def _analysis(self, message: AnalysisRequest) -> Message | None:
+        jobs = self._buffer.claim_analyses(message.max_jobs, time.monotonic())
+        return AnalysisJobs(trajectories=jobs) if jobs else None
+
+    def _skill(self, message: SkillResult) -> Message:
+        return Ack(status=self._buffer.add_skill(message))
+
+    def _batch(self, message: BatchRequest) -> Message | None:
+        self._buffer.advance(message.version)
+        # The score before training is that of version 0, so version 0 stays until it is known.
+        if self._context.topology.roles.evaluation is not None and not self._evaluated:
+            return None
+        samples = self._buffer.take_batch(message.version)
+        return Batch(version=message.version, samples=samples) if samples else None
+
+    def _stale(self, message: StaleReport) -> Message:
+        self._buffer.learner_refused(len(message.trajectory_ids))
+        return Ack()
+
+    def _run_finished(self, message: RunFinished) -> Message | None:
+        self._buffer.advance(message.version)
+        self._finished = True
+        if self._context.topology.roles.evaluation is None or message.version in self._evaluated:
+            return Finished(done=True)
+        return None
+
+    def _evaluation_done(self, message: EvaluationDone) -> Message:
+        self._evaluated.add(message.version)
+        return Ack()
+
+    # Record and metrics -----------------------------------------------------------------------------------------
+
+    def _record(self, sample: Sample, fate: Fate, version: int, age: int) -> None:
+        trajectory = sample.trajectory
+        line = {
+            "trajectory_id": trajectory.trajectory_id,
+            "group_id": trajectory.group_id,
+            "task_id": trajectory.task_id,
+            "task": trajectory.task,
+            "task_type": trajectory.task_type,
+            "vocabulary": trajectory.vocabulary,
+            "actor": trajectory.actor,
+            "status": trajectory.status,
+            "return": trajectory.episode_return,
+            "fate": fate,
+            "at_version": version,
+            "age": age,
+            "versions": [trajectory.oldest_version, trajectory.newest_version],
+            "skill": sample.skill.episode_skill if sample.skill else None,
+            "skill_summary": sample.skill.episode_summary if sample.skill else None,
+            "skill_version": sample.skill.version if sample.skill else None,
+            "skill_reason": sample.skill_reason,
+            "turns": [
+                {"observation": turn.observation, "response": turn.response, "valid": turn.valid}
+                for turn in trajectory.turns
+            ],
+        }
+        self._records.write(json.dumps(line) + "\n")
+        if fate == "trained":
+            ages = {"in_flight": trajectory.newest_version - trajectory.oldest_version, "in_queue": version - trajectory.newest_version, "total": age}
+            for stage, versions in ages.items():
+                self._context.metrics.histogram("trajectory_age_versions", stage=stage).observe(versions)
+
+
+_EMPTY_ANSWERS: dict[type[Message], Callable[[Any], Message]] = {
+    LeaseRequest: lambda _: LeaseGrant(leases=()),
+    AnalysisRequest: lambda _: AnalysisJobs(trajectories=()),
+    BatchRequest: lambda message: Batch(version=message.version, samples=()),
+    RunFinished: lambda _: Finished(done=False),
+}
+
+
+def run(context: RoleContext) -> None:
+    """Run the buffer."""
+    BufferServer(context).run()

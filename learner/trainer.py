@@ -1,0 +1,238 @@
+"""Learner: one joint update a batch, then the new weights go out.
+
+Consumes batches of whole groups (buffer). Waits for a batch, and after each update until the policy servers hold the
+new version. Produces weight versions, metrics.jsonl and, at the end, the exported policy. Unblocked by the buffer and
+by acknowledgements, each wait with its deadline. Stops after the last update, when its time is up, or on SIGTERM.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from seed_async.layouts import plain_row, skill_row
+from seed_async.learner.checkpoint import export_policy
+from seed_async.learner.scoring import load_policy
+from seed_async.learner.step import LossConfig, UpdateBatch, UpdateTrajectory, update
+from seed_async.messages import Batch, BatchRequest, Finished, RunFinished, Sample, StaleReport
+from seed_async.role import RoleContext
+from seed_async.staleness import StalenessBound
+from seed_async.text import ChatTokenizer
+from seed_async.topology import Topology
+from seed_async.transport import Client, Server
+from seed_async.weights import SegmentStore, WeightPublisher
+
+JOIN_TIMEOUT_S = 180.0
+"""Policy servers load torch and the model before they ask for weights; a busy laptop takes a minute."""
+ACKNOWLEDGE_TIMEOUT_S = 60.0
+BUFFER_TIMEOUT_S = 60.0
+
+
+def loss_config(topology: Topology) -> LossConfig:
+    """The update's hyper-parameters as the topology gives them."""
+    loss, optimizer = topology.loss, topology.optimizer
+    return LossConfig(
+        method=topology.method,
+        clip=loss.clip,
+        dual_clip=loss.dual_clip,
+        importance_cap=loss.importance_cap,
+        synchronous=topology.staleness.max == 0,
+        opd_beta=loss.opd_beta,
+        opd_coef=loss.opd_coef,
+        opd_gate=loss.opd_gate,
+        kl_coef=loss.kl_coef,
+        entropy_coef=loss.entropy_coef,
+        invalid_penalty=loss.invalid_penalty,
+        divide_by_std=loss.divide_by_std,
+        statistics=loss.statistics,
+        temperature=topology.rollout.temperature,
+        max_grad_norm=optimizer.max_grad_norm,
+        token_budget=optimizer.token_budget,
+        mini_batch_trajectories=optimizer.mini_batch_trajectories,
+    )
+
+
+def numpy_weights(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """Views of all parameters, tied ones once; bfloat16 as its bits in uint16."""
+    return {
+        name: (parameter.detach().view(torch.uint16) if parameter.dtype == torch.bfloat16 else parameter.detach()).numpy()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def update_batch(
+    samples: Sequence[Sample], version: int, tokenizer: ChatTokenizer, topology: Topology
+) -> tuple[UpdateBatch, int]:
+    """Turn received samples into an update's rows; returns also how many skill contexts were too long to score."""
+    trajectories, over_long = [], 0
+    for sample in samples:
+        trajectory = sample.trajectory
+        skill = skill_row(trajectory, sample.skill.episode_skill, tokenizer) if sample.skill else None
+        if skill is not None and skill.token_ids.size > topology.analysis.max_context_tokens:
+            skill, over_long = None, over_long + 1
+        trajectories.append(
+            UpdateTrajectory(
+                plain=plain_row(trajectory),
+                behaviour_logprob=np.concatenate([turn.behaviour_logprob for turn in trajectory.turns]),
+                fresh=np.concatenate([turn.versions for turn in trajectory.turns]) == version,
+                invalid=np.array([not turn.parsed for turn in trajectory.turns]),
+                episode_return=trajectory.episode_return * topology.loss.reward_scale,
+                group_id=trajectory.group_id,
+                skill=skill,
+            )
+        )
+    return UpdateBatch(tuple(trajectories)), over_long
+
+
+class Learner:
+    """The policy, its reference and optimizer, the publisher, and the way to the buffer."""
+
+    def __init__(self, context: RoleContext) -> None:
+        """Load the checkpoint as policy and, if the loss needs one, as reference."""
+        topology, run_dir = context.topology, context.run_dir
+        self._context, self._topology = context, topology
+        self._bound = StalenessBound(topology.staleness.max, topology.rollout.groups_per_update)
+        checkpoint = run_dir.initial_model(topology)
+        self._tokenizer = ChatTokenizer.load(checkpoint)
+        self._policy = load_policy(checkpoint)
+        self._reference = load_policy(checkpoint).requires_grad_(False) if topology.loss.kl_coef > 0 else None
+        self._optimizer = torch.optim.AdamW(
+            self._policy.parameters(),
+            lr=topology.optimizer.lr,
+            betas=topology.optimizer.betas,
+            weight_decay=topology.optimizer.weight_decay,
+        )
+        self._config = loss_config(topology)
+        self._publisher = WeightPublisher(Server(run_dir.weights_endpoint(topology)), SegmentStore(run_dir.segments()))
+        self._buffer = Client(run_dir.buffer_endpoint(topology), context.name)
+        self._metrics_file = run_dir.metrics.open("a")
+
+    def run(self) -> None:
+        """Update until the end of the run, export the policy, wait for its evaluation."""
+        version = 0
+        self._publish(version, JOIN_TIMEOUT_S)
+        started_s: float | None = None
+        while version < self._topology.run.updates and not self._context.stop.is_set():
+            waiting_since_s = time.monotonic()
+            batch = self._fetch(version)
+            # The clock of the run's time limit starts when the first batch can be trained.
+            started_s = started_s or time.monotonic()
+            if batch is None or self._out_of_time(started_s):
+                break
+            wait_s = time.monotonic() - waiting_since_s
+            metrics = self._train(batch, version)
+            version += 1
+            publish_s = self._publish(version, ACKNOWLEDGE_TIMEOUT_S)
+            self._record(batch, version, metrics | {"wait_s": wait_s, "publish_s": publish_s})
+        export_policy(self._policy, self._context.run_dir.initial_model(self._topology), self._context.run_dir.final)
+        self._finish(version)
+        self._publisher.close()
+        self._buffer.close()
+        self._metrics_file.close()
+
+    def _out_of_time(self, started_s: float) -> bool:
+        limit = self._topology.run.max_minutes
+        return limit is not None and time.monotonic() - started_s > limit * 60
+
+    def _fetch(self, version: int) -> Batch | None:
+        """Wait for the batch of the next update, however long the actors take; None when told to stop."""
+        with self._context.timeline.span("wait", version), self._context.metrics.histogram("wait_for_batch_seconds").time():
+            while not self._context.stop.is_set():
+                reply = self._buffer.call(BatchRequest(version=version), BUFFER_TIMEOUT_S)
+                batch = self._checked(reply) if isinstance(reply, Batch) else None
+                if batch and batch.samples:
+                    return batch
+        return None
+
+    def _checked(self, batch: Batch) -> Batch:
+        """The bound once more, just before the forward pass: a group with an older token is left out whole."""
+        stale = {
+            sample.trajectory.group_id
+            for sample in batch.samples
+            if not self._bound.admits(batch.version, sample.trajectory.oldest_version)
+        }
+        if not stale:
+            return batch
+        refused = [sample.trajectory for sample in batch.samples if sample.trajectory.group_id in stale]
+        ids = tuple(trajectory.trajectory_id for trajectory in refused)
+        self._buffer.call(StaleReport(version=batch.version, trajectory_ids=ids), BUFFER_TIMEOUT_S)
+        kept = tuple(sample for sample in batch.samples if sample.trajectory.group_id not in stale)
+        return Batch(version=batch.version, samples=kept)
+
+    def _train(self, batch: Batch, version: int) -> dict[str, float]:
+        started_s = time.monotonic()
+        with self._context.timeline.span("train", version):
+            rows, over_long = update_batch(batch.samples, version, self._tokenizer, self._topology)
+            metrics = update(rows, self._config, self._policy, self._reference, self._optimizer)
+        metrics["opd_active_ratio"] = metrics["skill_trajectories"] / metrics["trajectories"]
+        return metrics | {"step_s": time.monotonic() - started_s, "skill_over_long": float(over_long)}
+
+    def _publish(self, version: int, timeout_s: float) -> float:
+        """Publish the policy as `version` and wait until the policy servers serve it; returns the seconds it took."""
+        started_s = time.monotonic()
+        with self._context.timeline.span("publish", version):
+            self._publisher.publish(version, numpy_weights(self._policy))
+            replicas = self._topology.roles.policy.replicas
+            for name in self._publisher.wait_acknowledged(version, "policy", replicas, timeout_s):
+                self._context.metrics.counter("weight_receivers_evicted_total").inc()
+                self._context.log.warning("weight receiver given up", receiver=name, version=version)
+        self._context.metrics.gauge("policy_version").set(version)
+        return time.monotonic() - started_s
+
+    def _record(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
+        trajectories = [sample.trajectory for sample in batch.samples]
+        ages = [batch.version - trajectory.oldest_version for trajectory in trajectories]
+        line: dict[str, Any] = {"version": version, "time_s": time.time()} | metrics
+        line |= {
+            "age_mean": float(np.mean(ages)),
+            "age_max": max(ages),
+            "reward_mean": float(np.mean([trajectory.episode_return for trajectory in trajectories])),
+            "success": float(np.mean([trajectory.won for trajectory in trajectories])),
+            "turns_mean": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
+        }
+        if self._topology.uses_skills:
+            line["parse_rate"] = float(np.mean([sample.skill is not None for sample in batch.samples]))
+        self._metrics_file.write(json.dumps(line) + "\n")
+        self._metrics_file.flush()
+        report_update(self._context, line)
+
+    def _finish(self, version: int) -> None:
+        """Say that this was the last version; wait until its evaluation is done."""
+        while not self._context.stop.is_set():
+            reply = self._buffer.call(RunFinished(version=version), BUFFER_TIMEOUT_S)
+            if isinstance(reply, Finished) and reply.done:
+                return
+
+
+def report_update(context: RoleContext, line: dict[str, Any]) -> None:
+    """Bring one line of metrics.jsonl into the learner's /metrics."""
+    metrics = context.metrics
+    metrics.counter("updates_total").inc()
+    metrics.counter("trained_tokens_total").inc(line["response_tokens"])
+    metrics.gauge("trajectory_age_oldest_versions").set(line["age_max"])
+    gauges = {
+        "gradient_norm": "grad_norm",
+        "entropy": "entropy_nats",
+        "sampler_gap_mean": "sampler_gap_mean",
+        "sampler_gap_max": "sampler_gap_max",
+        "gate_mean": "opd_gate_mean",
+        "opd_active_ratio": "opd_active_ratio",
+    }
+    for key, gauge in gauges.items():
+        if line.get(key) is not None:
+            metrics.gauge(gauge).set(line[key])
+    for key, value in line.items():
+        if key.startswith("loss_"):
+            metrics.gauge("loss", term=key.removeprefix("loss_")).set(value)
+        elif key.startswith("seconds_"):
+            metrics.histogram("learner_phase_seconds", phase=key.removeprefix("seconds_")).observe(value)
+
+
+def run(context: RoleContext) -> None:
+    """Run the learner."""
+    torch.set_num_threads(context.topology.roles.learner.threads)
+    Learner(context).run()
