@@ -40,7 +40,9 @@ class Played(NamedTuple):
     won: bool
 
 
-def play_expert(suite: Suite, environment: Environment, task: str, mistake_rate: float, rng: np.random.Generator) -> Played:
+def play_expert(
+    suite: Suite, environment: Environment, task: str, mistake_rate: float, rng: np.random.Generator
+) -> Played:
     """Play the expert, each command replaced by a random admissible one with probability `mistake_rate`."""
     expert = suite.expert()
     observation = environment.reset(task)
@@ -95,7 +97,9 @@ def act_row(style: PromptStyle, task: str, played: Played, skill: str | None) ->
     return {"kind": "act", "task_id": task, "won": played.won, "skill": skill, "messages": messages}
 
 
-def analysis_row(style: PromptStyle, suite: Suite, task: str, played: Played, max_characters: int) -> dict[str, Any] | None:
+def analysis_row(
+    style: PromptStyle, suite: Suite, task: str, played: Played, max_characters: int
+) -> dict[str, Any] | None:
     """One analysis row: the analyzer's prompt and the oracle's JSON; None when the prompt cannot be made to fit."""
     steps = [StepText(step.observation, action_response(step.action), step.valid) for step in _steps(played)]
     prompt = analysis_prompt(
@@ -110,7 +114,13 @@ def analysis_row(style: PromptStyle, suite: Suite, task: str, played: Played, ma
     analysis = suite.annotate(task, _steps(played), played.won)
     answer = json.dumps({"episode_summary": analysis.episode_summary, "episode_skill": analysis.episode_skill})
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer, "train": True}]
-    return {"kind": "analyse", "task_id": task, "won": played.won, "skill": analysis.episode_skill, "messages": messages}
+    return {
+        "kind": "analyse",
+        "task_id": task,
+        "won": played.won,
+        "skill": analysis.episode_skill,
+        "messages": messages,
+    }
 
 
 def _tasks(tasks: list[str], rng: np.random.Generator) -> Iterator[str]:

@@ -87,7 +87,9 @@ class EnvironmentActor:
             return
         ack = await self._buffer.call(self._trajectory(lease, task_id, episode, started_at_s), BUFFER_TIMEOUT_S)
         if isinstance(ack, Ack) and ack.status in ("fenced", "refused"):
-            self._context.log.warning("trajectory not taken", lease=lease.lease_id, status=ack.status, detail=ack.detail)
+            self._context.log.warning(
+                "trajectory not taken", lease=lease.lease_id, status=ack.status, detail=ack.detail
+            )
         self._count_episode(episode, time.time() - started_at_s)
 
     def _trajectory(self, lease: Lease, task_id: str, episode: Episode, started_at_s: float) -> Trajectory:

@@ -31,11 +31,13 @@ class LocalGenerator:
         self._pump: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "LocalGenerator":
+        """Start advancing the engine."""
         self._pump = asyncio.create_task(self._advance())
         self._pump.add_done_callback(self._fail_open)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Stop; open requests are abandoned."""
         if self._pump is not None:
             self._pump.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -79,7 +79,9 @@ class PolicyServer:
             self._engine.cancel(message.request_id)
             request.reply(Ack())
         else:
-            request.reply(Ack(status="refused", detail="a policy server answers GenerateRequest and CancelRequest only"))
+            request.reply(
+                Ack(status="refused", detail="a policy server answers GenerateRequest and CancelRequest only")
+            )
 
     def _answer(self, generation: Generation) -> None:
         self._open.pop(generation.request_id).reply(

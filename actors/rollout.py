@@ -101,7 +101,9 @@ class EpisodePlayer:
             )
             context = np.concatenate([context, reply.token_ids, prompt_ids])
         if not turns:
-            raise GenerationFailedError(f"the first prompt of {task_id} has {context.size} tokens, more than the context")
+            raise GenerationFailedError(
+                f"the first prompt of {task_id} has {context.size} tokens, more than the context"
+            )
         info = observation.info
         return Episode(info.task, info.task_type, first, tuple(turns), status, episode_return)
 

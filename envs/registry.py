@@ -9,6 +9,7 @@ from hashlib import sha256
 from seed_async.envs.contract import Suite
 from seed_async.topology import Env
 
+
 class UnknownEnvironmentError(ValueError):
     """`env.id` names neither a built-in environment nor an importable `module:Class`."""
 
@@ -43,7 +44,9 @@ def open_suite(env: Env) -> Suite:
         return BUILT_IN[env.id](env)
     module, separator, name = env.id.partition(":")
     if not separator:
-        raise UnknownEnvironmentError(f"env.id {env.id!r} is none of {', '.join(BUILT_IN)} and not of the form module:Class")
+        raise UnknownEnvironmentError(
+            f"env.id {env.id!r} is none of {', '.join(BUILT_IN)} and not of the form module:Class"
+        )
     if os.getcwd() not in sys.path:  # a user's module lies where the command is given; last, so it hides nothing
         sys.path.append(os.getcwd())
     try:

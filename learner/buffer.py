@@ -64,8 +64,12 @@ class _Group:
 def trajectory_bytes(trajectory: Trajectory) -> int:
     """Bytes of a trajectory's arrays and observations: what holding it costs."""
     return sum(
-        turn.prompt_ids.nbytes + turn.response_ids.nbytes + turn.behaviour_logprob.nbytes + turn.versions.nbytes
-        + len(turn.observation) + len(turn.response)
+        turn.prompt_ids.nbytes
+        + turn.response_ids.nbytes
+        + turn.behaviour_logprob.nbytes
+        + turn.versions.nbytes
+        + len(turn.observation)
+        + len(turn.response)
         for turn in trajectory.turns
     )
 

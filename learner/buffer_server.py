@@ -81,7 +81,9 @@ class BufferServer:
             for request in self._server.poll(POLL_S):
                 self._held.append((now_s + HOLD_S, request))
             self._tick(now_s)
-            self._held = [(deadline_s, request) for deadline_s, request in self._held if not self._answer(request, deadline_s)]
+            self._held = [
+                (deadline_s, request) for deadline_s, request in self._held if not self._answer(request, deadline_s)
+            ]
         self._buffer.close()
         self._records.close()
         self._context.run_dir.counts.write_text(json.dumps(self._buffer.accounting(), indent=2) + "\n")
@@ -90,7 +92,9 @@ class BufferServer:
     def _answer(self, request: Request, deadline_s: float) -> bool:
         handler = self._handlers.get(type(request.message))
         if handler is None:
-            answer: Message | None = Ack(status="refused", detail=f"the buffer does not take {type(request.message).__name__}")
+            answer: Message | None = Ack(
+                status="refused", detail=f"the buffer does not take {type(request.message).__name__}"
+            )
         else:
             answer = handler(request.message)
         if answer is None and time.monotonic() > deadline_s:
@@ -192,7 +196,11 @@ class BufferServer:
         }
         self._records.write(json.dumps(line) + "\n")
         if fate == "trained":
-            ages = {"in_flight": trajectory.newest_version - trajectory.oldest_version, "in_queue": version - trajectory.newest_version, "total": age}
+            ages = {
+                "in_flight": trajectory.newest_version - trajectory.oldest_version,
+                "in_queue": version - trajectory.newest_version,
+                "total": age,
+            }
             for stage, versions in ages.items():
                 self._context.metrics.histogram("trajectory_age_versions", stage=stage).observe(versions)
 

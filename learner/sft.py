@@ -1,4 +1,6 @@
-"""`seed-async sft`: Stage 1, supervised fine-tuning on demonstrations and analyses (algorithm specification, section 8).
+"""`seed-async sft`: Stage 1, supervised fine-tuning on demonstrations and analyses.
+
+(Algorithm specification, section 8.)
 
 Consumes the JSON lines of a data folder. Waits for nothing. Produces a Hugging Face folder that can act and analyse.
 Stops after its epochs. Loss on response tokens and their end only; a row over the context length is an error.
@@ -73,19 +75,33 @@ def learning_rate(step: int, total: int, settings: Stage1) -> float:
     return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
-def _loss_sums(model: PreTrainedModel, rows: Sequence[TokenRow], token_budget: int) -> Iterator[torch.Tensor]:
-    """Yield the summed negative log-prob of each micro-batch, so that one graph lives at a time."""
+def _weights(row: TokenRow, prompt_weight: float) -> np.ndarray:
+    """The loss weight of each token of a row, float32 [T]; nothing predicts the first."""
+    weights = np.where(row.response_mask, 1.0, prompt_weight).astype(np.float32)
+    weights[0] = 0.0
+    return weights
+
+
+def _loss_sums(
+    model: PreTrainedModel, rows: Sequence[TokenRow], token_budget: int, prompt_weight: float
+) -> Iterator[torch.Tensor]:
+    """Yield the weighted sum of negative log-probs of each micro-batch, so that one graph lives at a time."""
     for micro in plan_micro_batches([row.token_ids.size for row in rows], token_budget):
         batch = [rows[index] for index in micro]
-        yield -score(model, batch, temperature=1.0, token_budget=token_budget).logprob.sum()
+        weights = np.concatenate([_weights(row, prompt_weight) for row in batch])
+        scored = [row._replace(response_mask=_weights(row, prompt_weight) > 0) for row in batch]
+        logprob = score(model, scored, temperature=1.0, token_budget=token_budget).logprob
+        yield -(logprob * torch.from_numpy(weights[weights > 0])).sum()
 
 
-def _train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: Sequence[TokenRow], budget: int) -> float:
-    tokens = sum(int(row.response_mask.sum()) for row in rows)
+def _train_step(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: Sequence[TokenRow], settings: Stage1
+) -> float:
+    tokens = float(sum(_weights(row, settings.prompt_loss_weight).sum() for row in rows))
     optimizer.zero_grad()
     total = 0.0
-    for loss_sum in _loss_sums(model, rows, budget):
-        (loss_sum / tokens).backward()
+    for loss_sum in _loss_sums(model, rows, settings.token_budget, settings.prompt_loss_weight):
+        (loss_sum / tokens).backward()  # type: ignore[no-untyped-call]  # the library has no annotation
         total += float(loss_sum.detach()) / tokens
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if not (math.isfinite(total) and math.isfinite(float(norm))):
@@ -97,7 +113,7 @@ def _train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: 
 @torch.no_grad()
 def _validate(model: PreTrainedModel, rows: Sequence[TokenRow], token_budget: int) -> float:
     tokens = sum(int(row.response_mask.sum()) for row in rows)
-    return sum(float(loss) for loss in _loss_sums(model, rows, token_budget)) / tokens
+    return sum(float(loss) for loss in _loss_sums(model, rows, token_budget, 0.0)) / tokens
 
 
 def train(topology: Topology, model_dir: Path, data: Path, out: Path) -> None:
@@ -127,7 +143,7 @@ def train(topology: Topology, model_dir: Path, data: Path, out: Path) -> None:
             batch = [training[i] for i in shuffled[start : start + settings.batch_rows]]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, total_steps, settings)
-            loss = _train_step(model, optimizer, batch, settings.token_budget)
+            loss = _train_step(model, optimizer, batch, settings)
             metrics.write(f"{step},{loss:.6f},{optimizer.param_groups[0]['lr']:.6g}\n")
             if time.monotonic() - reported_s > REPORT_INTERVAL_S or step == total_steps - 1:
                 reported_s = time.monotonic()

@@ -59,7 +59,9 @@ def loss_config(topology: Topology) -> LossConfig:
 def numpy_weights(model: PreTrainedModel) -> dict[str, np.ndarray]:
     """Views of all parameters, tied ones once; bfloat16 as its bits in uint16."""
     return {
-        name: (parameter.detach().view(torch.uint16) if parameter.dtype == torch.bfloat16 else parameter.detach()).numpy()
+        name: (
+            parameter.detach().view(torch.uint16) if parameter.dtype == torch.bfloat16 else parameter.detach()
+        ).numpy()
         for name, parameter in model.named_parameters()
     }
 
@@ -140,7 +142,10 @@ class Learner:
 
     def _fetch(self, version: int) -> Batch | None:
         """Wait for the batch of the next update, however long the actors take; None when told to stop."""
-        with self._context.timeline.span("wait", version), self._context.metrics.histogram("wait_for_batch_seconds").time():
+        with (
+            self._context.timeline.span("wait", version),
+            self._context.metrics.histogram("wait_for_batch_seconds").time(),
+        ):
             while not self._context.stop.is_set():
                 reply = self._buffer.call(BatchRequest(version=version), BUFFER_TIMEOUT_S)
                 batch = self._checked(reply) if isinstance(reply, Batch) else None

@@ -77,7 +77,7 @@ def action_response(command: str) -> str:
 
 
 def parse_action(response: str) -> ParsedAction:
-    """Read the one `<action>` of a response; none, several, stray tags or an empty one is unparsable: nothing is played."""
+    """Read the one `<action>` of a response; none, several, stray tags or an empty one is unparsable: plays nothing."""
     found = _ACTION.findall(response)
     single = len(found) == response.count("<action>") == response.count("</action>") == 1
     command = " ".join(found[0].split()) if single else ""
@@ -102,7 +102,8 @@ def insert_skill(prompt: str, task_line: str, skill: str) -> str:
 
 
 _ANALYSIS_FULL = """\
-You analyse a finished episode of an agent so that the next attempt goes better. Answer with one JSON object only, no other text.
+You analyse a finished episode of an agent so that the next attempt goes better. \
+Answer with one JSON object only, no other text.
 Fields:
 - "episode_summary": what happened, in one or two sentences.
 - "episode_skill": {skill_meaning}

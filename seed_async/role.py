@@ -100,7 +100,9 @@ def main() -> None:
     run_dir = RunDir(arguments.run_dir)
     metrics = Metrics(arguments.role, str(arguments.index))
     metrics.serve(run_dir.targets)
-    timeline = Timeline(run_dir.timeline / f"{arguments.role}-{arguments.index}.jsonl", arguments.role, str(arguments.index))
+    timeline = Timeline(
+        run_dir.timeline / f"{arguments.role}-{arguments.index}.jsonl", arguments.role, str(arguments.index)
+    )
     context = RoleContext(
         role=arguments.role,
         index=arguments.index,

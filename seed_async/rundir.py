@@ -1,10 +1,10 @@
 """The run directory: every path and endpoint of a run, in one place.
 
-    topology.yaml       the resolved topology          metrics.jsonl       one line an update (learner)
-    model/ stage1/      initial checkpoint, its data   evaluations.jsonl   one line an evaluation
-    logs/ targets/      a log and a scrape target      trajectories.jsonl  one line a trajectory with its skill and fate
-    timeline/           what each process did when     counts.json         the buffer's final accounting
-    final/              the exported policy            summary.json plots/ the result
+topology.yaml       the resolved topology          metrics.jsonl       one line an update (learner)
+model/ stage1/      initial checkpoint, its data   evaluations.jsonl   one line an evaluation
+logs/ targets/      a log and a scrape target      trajectories.jsonl  one line a trajectory with its skill and fate
+timeline/           what each process did when     counts.json         the buffer's final accounting
+final/              the exported policy            summary.json plots/ the result
 """
 
 import tempfile

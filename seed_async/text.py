@@ -108,7 +108,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_template(model_dir: Path) -> str:
     path = model_dir / "chat_template.jinja"
-    template = path.read_text() if path.is_file() else _read_json(model_dir / "tokenizer_config.json").get("chat_template")
+    template = (
+        path.read_text() if path.is_file() else _read_json(model_dir / "tokenizer_config.json").get("chat_template")
+    )
     if not isinstance(template, str):
         raise ChatTemplateError(f"{model_dir} holds no chat template (chat_template.jinja or tokenizer_config.json)")
     return template

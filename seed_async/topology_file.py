@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Refuse aliases: nested ones expand a page of text without bound."""
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs have no annotation
             raise ComposerError(problem=f"aliases (`*{event.anchor}`) are not allowed", problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
@@ -152,7 +152,9 @@ def _line_at(lines: Mapping[KeyPath, int], path: KeyPath) -> int:
     return 1
 
 
-def _describe(error: ValidationError, where: str, lines: Mapping[KeyPath, int], overrides: Mapping[KeyPath, str]) -> str:
+def _describe(
+    error: ValidationError, where: str, lines: Mapping[KeyPath, int], overrides: Mapping[KeyPath, str]
+) -> str:
     messages = []
     for item in error.errors():
         path: KeyPath = item["loc"]

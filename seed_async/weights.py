@@ -53,7 +53,9 @@ class SegmentStore:
             offset += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         image = np.zeros(offset, dtype=np.uint8)
         for spec, tensor in zip(specs, tensors.values(), strict=True):
-            image[spec.offset_bytes : spec.offset_bytes + tensor.nbytes] = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+            image[spec.offset_bytes : spec.offset_bytes + tensor.nbytes] = (
+                np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+            )
         path = self._directory / f"weights-{version}"
         # A rename makes the name appear with the whole content: nobody can map a half-written version.
         staging = path.with_suffix(".staging")
@@ -127,7 +129,6 @@ class WeightReceiver:
 class _Receiver:
     role: ReceiverRole
     version: int
-
 
 
 class WeightPublisher:

@@ -1,0 +1,234 @@
+"""The command line, which is also the composition root: commands import what they run only when they run it."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from seed_async.launcher import LaunchError, Status, launch, role_processes, running_launcher
+from seed_async.live import History, progress_of, read_fleet
+from seed_async.role import _die_with_launcher
+from seed_async.rundir import RunDir
+from seed_async.topology import Topology
+from seed_async.topology_file import TopologyError, load_topology
+
+USER_ERROR = 2
+"""Exit code of what the user can put right; 1 is a run that failed."""
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+data_app = typer.Typer(no_args_is_help=True, help="Make the data of Stage 1.")
+app.add_typer(data_app, name="data")
+
+TopologyOption = Annotated[Path, typer.Option("--topology", help="Topology file (YAML).")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. run.seed=1; repeatable.")
+]
+
+
+class UsageError(ValueError):
+    """An argument that names something that is not there."""
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Turn what a user can cause into one line on stderr and exit code 2."""
+    from seed_async.envs.contract import GameFormatError, TaskNotFoundError
+    from seed_async.envs.registry import UnknownEnvironmentError
+
+    try:
+        yield
+    except (UsageError, TopologyError, UnknownEnvironmentError, TaskNotFoundError, GameFormatError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(USER_ERROR) from error
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}" if error.filename else error, file=sys.stderr)
+        raise typer.Exit(USER_ERROR) from error
+
+
+def _count_tasks(topology: Topology) -> dict[str, int]:
+    """Open the environment and return the tasks of each split that the run uses."""
+    from seed_async.envs.registry import open_suite
+
+    suite = open_suite(topology.env)
+    evaluation = topology.roles.evaluation
+    splits = [topology.env.split] + ([evaluation.split] if evaluation else [])
+    counts = {split: len(suite.tasks(split)) for split in splits}
+    for split, number in counts.items():
+        if number == 0:
+            raise TopologyError(f"env: split {split!r} of {topology.env.games} has no game that passes env.filter")
+    return counts
+
+
+def _require_model(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{path} is no checkpoint folder: it holds no config.json")
+
+
+def _require_data(path: Path) -> None:
+    if not any(path.glob("*.jsonl")):
+        raise UsageError(f"{path} holds no *.jsonl: make the data first (seed-async data demonstrations)")
+
+
+def _report(run_dir: RunDir, topology: Topology, phases: dict[str, float], status: Status) -> None:
+    from seed_async.tools.plots import write_plots
+    from seed_async.tools.summary import print_summary, write_summary
+
+    summary = write_summary(run_dir, topology, phases, status)
+    write_plots(run_dir, topology)
+    print_summary(summary)
+    print(f"summary: {run_dir.summary}  plots: {run_dir.plots}")
+
+
+@app.callback()
+def _main() -> None:
+    """Asynchronous training of LLM agents with SEED (self-evolving on-policy distillation)."""
+    # The launcher runs Stage 1 through this program; it must not outlive the launcher.
+    _die_with_launcher()
+
+
+@app.command("launch")
+def launch_command(
+    topology: TopologyOption,
+    overrides: SetOption = None,
+    overwrite: Annotated[bool, typer.Option(help="Delete an earlier run of that name.")] = False,
+) -> None:
+    """Run a topology: Stage 1 for a new model, asynchronous training, summary and plots."""
+    with _user_errors():
+        loaded = load_topology(topology, overrides or ())
+        _count_tasks(loaded)
+    try:
+        code = launch(loaded, _report, overwrite=overwrite)
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(USER_ERROR) from error
+    raise typer.Exit(code)
+
+
+@app.command()
+def validate(topology: TopologyOption, overrides: SetOption = None) -> None:
+    """Check a topology and print the numbers that follow from it; starts nothing."""
+    with _user_errors():
+        loaded = load_topology(topology, overrides or ())
+        tasks = _count_tasks(loaded)
+    rollout, actors = loaded.rollout, loaded.roles.actors
+    groups, size, bound = rollout.groups_per_update, rollout.group_size, loaded.staleness.max
+    numbers = {
+        "run directory": loaded.run_dir,
+        "processes": len(list(role_processes(loaded))),
+        "trajectories an update": f"{groups} groups * {size} = {rollout.batch_trajectories}",
+        "episodes at once": f"{actors.replicas} actors * {actors.games_each} = {actors.replicas * actors.games_each}",
+        "groups open at most": f"({bound} + 1) * {groups} = {(bound + 1) * groups}",
+        "analysis": "yes" if loaded.uses_skills else f"none ({loaded.method})",
+        "tasks": ", ".join(f"{split} {number}" for split, number in tasks.items()),
+    }
+    print(f"ok: {topology}")
+    for name, number in numbers.items():
+        print(f"  {name}: {number}")
+
+
+@app.command()
+def status(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
+    """Show how a run stands; exit code 1 when no launcher is at work in it."""
+    directory = RunDir(run_dir)
+    if not directory.topology.is_file():
+        print(f"{run_dir} is no run directory: it holds no topology.yaml", file=sys.stderr)
+        raise typer.Exit(USER_ERROR)
+    pid = running_launcher(directory)
+    if pid is None:
+        print("not running")
+        raise typer.Exit(1)
+    fleet, history = read_fleet(directory), History()
+    history.add(0.0, fleet)
+    progress = progress_of(fleet, history)
+    print(f"running: launcher {pid}, {len(fleet)} processes answer")
+    print(f"updates: {progress.updates}")
+    print(f"trained: {progress.trained}")
+    print(f"running trajectories: {progress.running}")
+    print(f"buffered trajectories: {progress.buffered}")
+    for reason, number in sorted(progress.dropped.items()):
+        print(f"dropped ({reason}): {number:.0f}")
+    for name, version in progress.versions.items():
+        print(f"version of {name}: {version:.0f}")
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder to evaluate.")],
+    topology: TopologyOption,
+    overrides: SetOption = None,
+    split: Annotated[str | None, typer.Option(help="Instead of roles.evaluation.split.")] = None,
+    games: Annotated[int | None, typer.Option(help="Instead of roles.evaluation.games.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
+) -> None:
+    """Play the held-out panel with a checkpoint, without a run."""
+    settings = {"split": split, "games": games}
+    given = [f"roles.evaluation.{key}={value}" for key, value in settings.items() if value is not None]
+    with _user_errors():
+        loaded = load_topology(topology, [*(overrides or ()), *given])
+        _require_model(model)
+        _count_tasks(loaded)
+        from seed_async.actors.evaluation_cli import evaluate_model
+
+        print(json.dumps(evaluate_model(loaded, model, out), indent=2))
+
+
+@app.command("init-model")
+def init_model_command(
+    topology: TopologyOption,
+    data: Annotated[Path, typer.Option(help="Folder of Stage 1 data that the tokenizer is trained on.")],
+    out: Annotated[Path, typer.Option(help="Folder of the new model.")],
+    overrides: SetOption = None,
+) -> None:
+    """Make a new small model with its own tokenizer."""
+    with _user_errors():
+        loaded = load_topology(topology, overrides or ())
+        if loaded.model.init is None:
+            raise UsageError("init-model needs model.init in the topology; model.path names an existing checkpoint")
+        _require_data(data)
+        from seed_async.learner.init_model import init_model
+
+        init_model(loaded, out, data)
+
+
+@app.command()
+def sft(
+    topology: TopologyOption,
+    model: Annotated[Path, typer.Option(help="Checkpoint folder to start from.")],
+    data: Annotated[Path, typer.Option(help="Folder of Stage 1 data.")],
+    out: Annotated[Path, typer.Option(help="Folder of the result.")],
+    overrides: SetOption = None,
+) -> None:
+    """Train Stage 1: supervised fine-tuning on demonstrations and analyses."""
+    with _user_errors():
+        loaded = load_topology(topology, overrides or ())
+        _require_model(model)
+        _require_data(data)
+        from seed_async.learner.sft import RowTooLongError, train
+
+        try:
+            train(loaded, model, data, out)
+        except RowTooLongError as error:
+            raise UsageError(str(error)) from error
+
+
+@data_app.command()
+def demonstrations(
+    topology: TopologyOption,
+    out: Annotated[Path, typer.Option(help="Folder for demonstrations.jsonl and analyses.jsonl.")],
+    overrides: SetOption = None,
+) -> None:
+    """Write expert demonstrations and oracle analyses of training games."""
+    with _user_errors():
+        loaded = load_topology(topology, overrides or ())
+        from seed_async.actors.demonstrations import make_demonstrations
+
+        make_demonstrations(loaded, out)
+        print(f"stage 1 data -> {out}")
+
+
+if __name__ == "__main__":
+    app()

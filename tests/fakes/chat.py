@@ -1,0 +1,42 @@
+"""A tiny trained tokenizer with the project's own chat template, for tests that need real ids."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tokenizers import Tokenizer
+
+from seed_async.learner.init_model import CHAT_TEMPLATE, END, train_tokenizer
+from seed_async.text import ChatTokenizer
+
+LINES = (
+    "Task: put a clean mug on the shelf.",
+    "You are in the middle of a room. You see a drawer 1, a shelf 1, a sinkbasin 1 and a mug 1.",
+    "<action>go to shelf 1</action>",
+    "Nothing happens.",
+    'Analyse the episode. {"episode_summary": "won", "episode_skill": "take the mug, clean it, put it down"}',
+)
+
+
+def write_corpus(folder: Path) -> Path:
+    """Write a few chats as Stage 1 would."""
+    rows = [
+        {"messages": [{"role": "user", "content": line}, {"role": "assistant", "content": line, "train": True}]}
+        for line in LINES
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@cache
+def raw_tokenizer() -> Tokenizer:
+    """Train once a session; immutable by agreement."""
+    with TemporaryDirectory() as folder:
+        return train_tokenizer(write_corpus(Path(folder)), 340)
+
+
+def tiny_chat(template: str = CHAT_TEMPLATE, extra_eos: tuple[str, ...] = ()) -> ChatTokenizer:
+    """Return a chat tokenizer; the template can be replaced by a bad one."""
+    tokenizer = raw_tokenizer()
+    return ChatTokenizer(tokenizer, template, [tokenizer.token_to_id(text) for text in (END, *extra_eos)])

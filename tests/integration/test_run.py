@@ -1,0 +1,134 @@
+"""Whole runs with the real processes, a tiny model and a tiny game."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOPOLOGY = ROOT / "tests/integration/boxes.yaml"
+RUN_TIMEOUT_S = 240.0
+
+pytestmark = pytest.mark.integration
+
+
+def launch(run_dir: Path, *sets: str) -> "subprocess.Popen[str]":
+    overrides = [f"run.dir={run_dir.parent}", f"run.name={run_dir.name}", *sets]
+    command = [sys.executable, "-m", "seed_async.cli", "launch", "--topology", str(TOPOLOGY)]
+    for override in overrides:
+        command += ["--set", override]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    """Wait for the launcher; its output, whatever happens."""
+    try:
+        return process.communicate(timeout=RUN_TIMEOUT_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"the run did not end in {RUN_TIMEOUT_S} s:\n{process.communicate()[0]}") from None
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(run_dir) in argument for argument in process.info["cmdline"] or [])
+    ]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for_updates(run_dir: Path, updates: int) -> None:
+    deadline_s = time.monotonic() + RUN_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if (run_dir / "metrics.jsonl").is_file() and len(lines(run_dir / "metrics.jsonl")) >= updates:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {updates} updates in {RUN_TIMEOUT_S} s")
+
+
+def assert_counts_add_up(run_dir: Path) -> dict[str, Any]:
+    """The accounting balances, and agrees with the record of every single trajectory and with the learner's."""
+    counts: dict[str, Any] = json.loads((run_dir / "counts.json").read_text())
+    assert counts["balance_ok"], counts
+    fates = Counter(line["fate"] for line in lines(run_dir / "trajectories.jsonl"))
+    assert fates["trained"] == counts["trained"]
+    assert fates["unused"] == counts["buffered"]
+    assert sum(fates.values()) == counts["accepted"]
+    assert counts["trained"] == sum(line["trajectories"] for line in lines(run_dir / "metrics.jsonl"))
+    return counts
+
+
+def test_a_run_trains_evaluates_accounts_and_leaves_no_process(tmp_path: Path) -> None:
+    run_dir = tmp_path / "boxes"
+    process = launch(run_dir)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert processes_of(run_dir) == []
+    counts = assert_counts_add_up(run_dir)
+    metrics = lines(run_dir / "metrics.jsonl")
+    assert [line["version"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert max(line["age_max"] for line in metrics) == 1, "the actors ran ahead of the learner, within the bound"
+    assert set(counts["ages"]) <= {"0", "1"}
+    assert metrics[0]["sampler_gap_mean"] < 1e-4
+    assert counts["skills"]["parsed"] > 0
+    assert any(line["opd_active_ratio"] > 0 for line in metrics)
+    evaluations = lines(run_dir / "evaluations.jsonl")
+    assert [evaluations[0]["version"], evaluations[-1]["version"]] == [0, 6]
+    for end in (evaluations[0], evaluations[-1]):
+        assert end["version_min"] == end["version_max"] == end["version"], "the ends are scored at one version each"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["success_before"] == evaluations[0]["success"]
+    assert summary["success_after"] == evaluations[-1]["success"]
+    assert (run_dir / "final" / "model.safetensors").is_file()
+    assert list((run_dir / "plots").glob("*.png"))
+
+
+def test_killed_actors_and_a_killed_policy_server_do_not_stop_the_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "boxes"
+    process = launch(run_dir, "run.updates=12", "buffer.lease_timeout_s=5")
+    wait_for_updates(run_dir, 2)
+    for role in ("actor", "policy", "analyzer"):
+        victims = [each for each in processes_of(run_dir) if role in each.cmdline()]
+        victims[0].send_signal(signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 0, output
+    counts = assert_counts_add_up(run_dir)
+    assert counts["leases"]["returned"] > 0, "the killed actor's leases came back"
+    assert len(lines(run_dir / "metrics.jsonl")) == 12
+    assert processes_of(run_dir) == []
+
+
+def test_ctrl_c_ends_a_run_cleanly_and_leaves_no_process(tmp_path: Path) -> None:
+    run_dir = tmp_path / "boxes"
+    process = launch(run_dir, "run.updates=1000")
+    wait_for_updates(run_dir, 2)
+    os.kill(process.pid, signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 130, output
+    assert processes_of(run_dir) == []
+    assert_counts_add_up(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_killed_launcher_takes_every_process_with_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "boxes"
+    process = launch(run_dir, "run.updates=1000")
+    wait_for_updates(run_dir, 1)
+    process.kill()
+    process.communicate()
+    deadline_s = time.monotonic() + 10
+    while processes_of(run_dir) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert processes_of(run_dir) == []

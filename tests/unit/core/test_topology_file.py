@@ -1,0 +1,207 @@
+"""The topology file: what bad input gets, and the way back."""
+
+from pathlib import Path
+
+import pytest
+
+from seed_async.topology import Topology
+from seed_async.topology_file import MAX_FILE_BYTES, TopologyError, dump_topology, load_topology, parse_topology
+
+ROOT = Path(__file__).parents[3]
+MINIMAL = "model: {path: /models/tiny}\n"
+
+
+def error_of(text: str, *overrides: str) -> str:
+    with pytest.raises(TopologyError) as caught:
+        parse_topology(text, "t.yaml", overrides)
+    return str(caught.value)
+
+
+def file_error(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    with pytest.raises(TopologyError) as caught:
+        load_topology(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "topologies").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_topology_loads(path: Path) -> None:
+    assert isinstance(load_topology(path), Topology)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "topologies").glob("*.yaml")), ids=lambda path: path.name)
+def test_writing_a_topology_and_reading_it_gives_the_same(path: Path) -> None:
+    topology = load_topology(path)
+    assert parse_topology(dump_topology(topology), "again") == topology
+
+
+def test_round_trip_keeps_values_that_yaml_could_misread() -> None:
+    overrides = ("run.name=on", "optimizer.lr=1e-6", "roles.evaluation=null", "run.max_minutes=1e2")
+    topology = parse_topology(MINIMAL, "t.yaml", ("run.name='on'", *overrides[1:]))
+    assert parse_topology(dump_topology(topology), "again") == topology
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "name", "nearest"),
+    [
+        ("rum: {}\n" + MINIMAL, "t.yaml:1", "rum", "run"),
+        (MINIMAL + "run:\n  seed: 1\n  nmae: x\n", "t.yaml:4", "run.nmae", "name"),
+        (MINIMAL + "roles:\n  actors:\n    replica: 2\n", "t.yaml:4", "roles.actors.replica", "replicas"),
+        (MINIMAL + "roles: {evaluation: {evry: 2}}\n", "t.yaml:2", "roles.evaluation.evry", "every"),
+        ("model: {init: {hiden_size: 8}}\n", "t.yaml:1", "model.init.hiden_size", "hidden_size"),
+    ],
+)
+def test_an_unknown_key_at_any_depth_is_refused_with_its_line_and_the_nearest_key(
+    text: str, place: str, name: str, nearest: str
+) -> None:
+    message = error_of(text)
+    assert message.startswith(f"{place}: unknown key `{name}`")
+    assert f"did you mean `{nearest}`?" in message
+
+
+def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:
+    assert "known keys: max, on_stale" in error_of(MINIMAL + "staleness: {zzz: 1}\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["run: {}\nrun: {}\n", "run:\n  seed: 1\n  seed: 2\n", "roles: {actors: {}, actors: {}}\n"]
+)
+def test_a_key_that_stands_twice_is_refused(text: str) -> None:
+    assert "stands twice (first in line" in error_of(MINIMAL + text)
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "0.000001", ".000001"])
+def test_scientific_notation_is_a_number(text: str) -> None:
+    assert parse_topology(f"{MINIMAL}optimizer: {{lr: {text}}}\n", "t.yaml").optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "text", "[1]", "0", "-1e-6"])
+def test_a_learning_rate_that_is_no_positive_number_is_refused(value: str) -> None:
+    assert "t.yaml:2: optimizer.lr" in error_of(f"{MINIMAL}optimizer: {{lr: {value}}}\n")
+
+
+def test_a_negative_staleness_is_refused_with_the_value_and_the_rule() -> None:
+    message = error_of(MINIMAL + "staleness:\n  max: -1\n")
+    assert message == "t.yaml:3: staleness.max: Input should be greater than or equal to 0 (got -1)"
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    assert len(error_of(MINIMAL + "run: {seed: -1, updates: 0}\nbogus: 1\n").splitlines()) == 3
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"  \n\n"):
+        assert "the file is empty" in file_error(tmp_path / "t.yaml", content)
+    assert "a topology is a mapping" in file_error(tmp_path / "t.yaml", b"# only a comment\n")
+
+
+def test_a_huge_file_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    assert f"at most {MAX_FILE_BYTES}" in file_error(tmp_path / "t.yaml", b"a" * (MAX_FILE_BYTES + 1))
+
+
+def test_a_file_in_utf_16_is_refused(tmp_path: Path) -> None:
+    assert ":1: not UTF-8" in file_error(tmp_path / "t.yaml", MINIMAL.encode("utf-16"))
+
+
+def test_a_file_indented_by_tabs_is_refused_with_its_line(tmp_path: Path) -> None:
+    assert "t.yaml:2: found character" in file_error(tmp_path / "t.yaml", b"run:\n\tseed: 1\n")
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(TopologyError, match="cannot be read"):
+            load_topology(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['true']",
+        "a: b: c",
+        "{",
+        "[" * 5000,
+        "- 1",
+        "text",
+        "a: *b",
+        "? [1, 2]\n: 3",
+        "1: 2",
+    ],
+)
+def test_what_is_no_plain_mapping_is_refused(text: str) -> None:
+    assert error_of(text).startswith("t.yaml")
+
+
+def test_aliases_that_would_expand_without_bound_are_refused() -> None:
+    levels = "".join(f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}]\n" for level in range(1, 60))
+    assert error_of("a0: &a0 [x]\n" + levels) == "t.yaml:2: aliases (`*a0`) are not allowed"
+
+
+def test_an_environment_variable_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_MODEL", "/models/x")
+    assert parse_topology("model: {path: '${SOME_MODEL}'}\n", "t.yaml").model.path == Path("/models/x")
+
+
+def test_an_unset_environment_variable_is_refused_by_name_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    assert error_of("run: {}\nmodel: {path: '${NOT_SET}/x'}\n") == "t.yaml:2: environment variable NOT_SET is not set"
+
+
+def test_a_mini_batch_that_does_not_divide_the_batch_is_refused() -> None:
+    message = error_of(MINIMAL, "optimizer.mini_batch_trajectories=7")
+    assert "mini_batch_trajectories 7 must divide the batch of 128 trajectories" in message
+    parse_topology(MINIMAL, "t.yaml", ("optimizer.mini_batch_trajectories=32",))
+
+
+def test_a_group_of_one_cannot_be_divided_by_its_spread() -> None:
+    assert "no spread to divide by" in error_of(MINIMAL, "rollout.group_size=1")
+    parse_topology(MINIMAL, "t.yaml", ("rollout.group_size=1", "loss.divide_by_std=false"))
+
+
+@pytest.mark.parametrize("text", ["{}", "model: {}", "model: {path: /x, init: {}}", "model: null"])
+def test_a_model_needs_exactly_one_source(text: str) -> None:
+    assert "model" in error_of(text + "\n")
+
+
+@pytest.mark.parametrize("port", ["80", "70000", "-1", "x"])
+def test_a_port_out_of_range_is_refused(port: str) -> None:
+    assert "transport.base_port" in error_of(f"{MINIMAL}transport: {{kind: tcp, base_port: {port}}}\n")
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a b", ".hidden", "x" * 65])
+def test_a_run_name_that_is_no_file_name_is_refused(name: str) -> None:
+    assert "run.name" in error_of(f"{MINIMAL}run: {{name: '{name}'}}\n")
+
+
+def test_set_reaches_any_depth_and_is_read_as_yaml() -> None:
+    topology = parse_topology(
+        MINIMAL,
+        "t.yaml",
+        ("roles.evaluation.games=7", "env.filter.rooms=[kitchen]", "method=grpo", "run.max_minutes=null"),
+    )
+    assert topology.roles.evaluation is not None and topology.roles.evaluation.games == 7
+    assert topology.env.filter.rooms == ("kitchen",)
+    assert not topology.uses_skills and topology.run.max_minutes is None
+
+
+def test_the_last_set_wins() -> None:
+    assert parse_topology(MINIMAL, "t.yaml", ("run.seed=1", "run.seed=2")).run.seed == 2
+
+
+@pytest.mark.parametrize("override", ["run.seed", "=1", "run..seed=1", ".=1", ""])
+def test_a_set_that_is_no_assignment_is_refused(override: str) -> None:
+    assert "write --set section.key=value" in error_of(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.sed=1", "unknown key `run.sed`; did you mean `seed`?"),
+        ("run.seed=-1", "run.seed: Input should be greater than or equal to 0 (got -1)"),
+        ("run.seed={", "the value is not YAML"),
+        ("method=ppo", "method: Input should be"),
+        ("method.x=1", "`method` is not a section"),
+    ],
+)
+def test_a_bad_set_is_named_in_the_error(override: str, message: str) -> None:
+    error = error_of("method: seed\n" + MINIMAL, override)
+    assert error.startswith(f"--set {override}") and message in error

@@ -1,0 +1,248 @@
+"""Weight publication over real sockets and real segments: verified, newest wins, and the dead are given up by name."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seed_async.messages import Ack, RunStateRequest, WeightsManifest, WeightsPoll
+from seed_async.transport import Client, Server
+from seed_async.weights import (
+    KEPT_SEGMENTS,
+    ReceiverRole,
+    SegmentStore,
+    WeightPublisher,
+    WeightReceiver,
+    WeightsCorruptError,
+    read_segment,
+)
+
+WAIT_S = 5.0
+
+
+def tensors(version: int) -> dict[str, np.ndarray]:
+    """Tensors of several types and awkward sizes, all marked with the version."""
+    return {
+        "embedding": np.full((7, 3), version, dtype=np.float32),
+        "scalar": np.array(version, dtype=np.float32),
+        "bits": np.full(5, version, dtype=np.uint16),
+        "transposed": np.full((4, 6), version, dtype=np.float32).T,
+        "empty": np.zeros((0, 4), dtype=np.float32),
+    }
+
+
+class Setup:
+    """A publisher with its receivers; everything is closed at the end of a test."""
+
+    def __init__(self, folder: Path) -> None:
+        """Listen below `folder`."""
+        self.segments = folder / "segments"
+        self.endpoint = f"ipc://{folder}/weights"
+        self.publisher = WeightPublisher(Server(self.endpoint), SegmentStore(self.segments))
+        self.clients: list[Client] = []
+        self.closed = False
+
+    def receiver(self, name: str, role: ReceiverRole = "policy") -> WeightReceiver:
+        """Connect one more receiver."""
+        self.clients.append(Client(self.endpoint, name))
+        return WeightReceiver(self.clients[-1], name, role)
+
+    def close(self) -> None:
+        """Close once."""
+        if not self.closed:
+            self.closed = True
+            self.publisher.close()
+            for client in self.clients:
+                client.close()
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    """Give a running publisher."""
+    made = Setup(tmp_path)
+    yield made
+    made.close()
+
+
+def take(receiver: WeightReceiver) -> tuple[WeightsManifest, dict[str, np.ndarray]]:
+    """Poll until a version comes."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        update = receiver.poll(0.05)
+        if update is not None:
+            return update
+    raise AssertionError("no weights came")
+
+
+def serve(receiver: WeightReceiver, stop: threading.Event) -> threading.Thread:
+    """Take and acknowledge every version until told to stop."""
+
+    def loop() -> None:
+        while not stop.is_set():
+            update = receiver.poll(0.02)
+            if update is not None:
+                receiver.acknowledge(update[0])
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    return thread
+
+
+def test_a_segment_reads_back_exactly_and_read_only(tmp_path: Path) -> None:
+    """Every shape and dtype, zero-sized and non-contiguous ones too."""
+    manifest = SegmentStore(tmp_path).write(3, tensors(3))
+    arrays = read_segment(manifest)
+    for name, expected in tensors(3).items():
+        assert arrays[name].dtype == expected.dtype
+        np.testing.assert_array_equal(arrays[name], expected)
+        assert not arrays[name].flags.writeable
+    assert all(spec.offset_bytes % 64 == 0 for spec in manifest.tensors)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "grow"])
+def test_a_corrupt_segment_is_refused(tmp_path: Path, damage: str) -> None:
+    """One changed byte, one missing, one too many."""
+    manifest = SegmentStore(tmp_path).write(0, tensors(0) | {"more": np.ones(10, np.float32)})
+    content = bytearray(Path(manifest.segment).read_bytes())
+    if damage == "flip":
+        content[-30] ^= 1
+    Path(manifest.segment).write_bytes({"flip": content, "cut": content[:-1], "grow": content + b"\0"}[damage])
+    with pytest.raises(WeightsCorruptError, match="version 0"):
+        read_segment(manifest)
+
+
+def test_old_segments_are_removed_but_a_mapped_one_stays_readable(tmp_path: Path) -> None:
+    """Memory stays bounded; a slow reader is not pulled down."""
+    store = SegmentStore(tmp_path)
+    first = store.write(0, tensors(0))
+    arrays = read_segment(first)
+    for version in range(1, 6):
+        store.write(version, tensors(version))
+        assert len(list(tmp_path.iterdir())) <= KEPT_SEGMENTS
+    np.testing.assert_array_equal(arrays["embedding"], tensors(0)["embedding"])
+    with pytest.raises(FileNotFoundError):
+        read_segment(first)
+    store.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_published_version_arrives_and_its_acknowledgement_is_seen(setup: Setup) -> None:
+    """Publish, poll, acknowledge, wait."""
+    receiver = setup.receiver("p0")
+    assert receiver.poll(0.05) is None
+    published = setup.publisher.publish(0, tensors(0))
+    manifest, arrays = take(receiver)
+    assert manifest == published
+    np.testing.assert_array_equal(arrays["embedding"], tensors(0)["embedding"])
+    assert setup.publisher.versions() == {"p0": -1}
+    receiver.acknowledge(manifest)
+    assert setup.publisher.wait_acknowledged(0, "policy", 1, WAIT_S) == ()
+    assert setup.publisher.versions() == {"p0": 0}
+
+
+def test_a_version_that_is_not_acknowledged_does_not_count(setup: Setup) -> None:
+    """Having been sent it is not enough: only then may admission open."""
+    receiver = setup.receiver("p0")
+    setup.publisher.publish(0, tensors(0))
+    take(receiver)
+    with pytest.raises(TimeoutError, match=r"no policy acknowledged version 0 .*p0"):
+        setup.publisher.wait_acknowledged(0, "policy", 1, 0.2)
+
+
+def test_a_late_receiver_gets_the_newest_version_only(setup: Setup) -> None:
+    """A restarted policy server never serves an older one."""
+    for version in range(4):
+        setup.publisher.publish(version, tensors(version))
+    receiver = setup.receiver("late")
+    manifest, arrays = take(receiver)
+    assert manifest.version == 3 and arrays["scalar"] == 3
+    receiver.acknowledge(manifest)
+    assert receiver.poll(0.2) is None
+
+
+def test_a_receivers_version_never_goes_back(setup: Setup) -> None:
+    """Not even when an older version is published after it."""
+    receiver = setup.receiver("p0")
+    setup.publisher.publish(5, tensors(5))
+    manifest, _ = take(receiver)
+    receiver.acknowledge(manifest)
+    setup.publisher.publish(4, tensors(4))
+    assert receiver.poll(0.3) is None
+
+
+def test_an_acknowledgement_with_other_bytes_does_not_count(setup: Setup) -> None:
+    """The digest is part of it."""
+    setup.publisher.publish(0, tensors(0))
+    client = Client(setup.endpoint, "p0")
+    setup.clients.append(client)
+    client.submit(WeightsPoll(receiver="p0", role="policy", version=0, digest="other"))
+    client.poll(0.2)
+    with pytest.raises(TimeoutError, match="none has ever asked"):
+        setup.publisher.wait_acknowledged(0, "policy", 1, 0.1)
+
+
+def test_nobody_at_all_is_an_error(setup: Setup) -> None:
+    """The run cannot go on; an analyzer is no policy server."""
+    stop = threading.Event()
+    thread = serve(setup.receiver("a0", "analyzer"), stop)
+    setup.publisher.publish(0, tensors(0))
+    with pytest.raises(TimeoutError, match="no policy acknowledged version 0"):
+        setup.publisher.wait_acknowledged(0, "policy", 1, 0.5)
+    assert setup.publisher.wait_acknowledged(0, "analyzer", 1, WAIT_S) == ()
+    stop.set()
+    thread.join()
+
+
+def test_a_dead_receiver_is_given_up_at_the_deadline_by_name_and_not_waited_for_again(setup: Setup) -> None:
+    """Until it, or its successor, asks again."""
+    stop = threading.Event()
+    thread = serve(setup.receiver("alive"), stop)
+    dead = setup.receiver("dead")
+    setup.publisher.publish(0, tensors(0))
+    dead.acknowledge(take(dead)[0])
+    assert setup.publisher.wait_acknowledged(0, "policy", 2, WAIT_S) == ()
+
+    setup.publisher.publish(1, tensors(1))
+    assert setup.publisher.wait_acknowledged(1, "policy", 2, 0.5) == ("dead",)
+    setup.publisher.publish(2, tensors(2))
+    started_s = time.monotonic()
+    assert setup.publisher.wait_acknowledged(2, "policy", 2, WAIT_S) == ()
+    assert time.monotonic() - started_s < WAIT_S / 2
+
+    successor = setup.receiver("dead-again")
+    assert take(successor)[0].version == 2
+    setup.publisher.publish(3, tensors(3))
+    assert setup.publisher.wait_acknowledged(3, "policy", 2, 0.5) == ("dead-again",)
+    stop.set()
+    thread.join()
+
+
+def test_a_foreign_message_is_refused(setup: Setup) -> None:
+    """And nothing dies of it."""
+    client = Client(setup.endpoint, "stranger")
+    setup.clients.append(client)
+    reply = client.call(RunStateRequest(), WAIT_S)
+    assert isinstance(reply, Ack) and reply.status == "refused"
+    setup.publisher.publish(0, tensors(0))
+    assert take(setup.receiver("p0"))[0].version == 0
+
+
+def test_an_unanswered_poll_is_held_and_then_answered_empty(setup: Setup) -> None:
+    """So that a receiver notices a publisher that is gone."""
+    client = Client(setup.endpoint, "p0")
+    setup.clients.append(client)
+    started_s = time.monotonic()
+    reply = client.call(WeightsPoll(receiver="p0", role="policy", version=-1, digest=""), WAIT_S)
+    assert isinstance(reply, Ack) and reply.status == "accepted"
+    assert 0.8 < time.monotonic() - started_s < 3
+
+
+def test_closing_removes_the_segments(setup: Setup) -> None:
+    """Shared memory outlives a process otherwise."""
+    setup.publisher.publish(0, tensors(0))
+    assert list(setup.segments.iterdir())
+    setup.close()
+    assert not list(setup.segments.iterdir())
