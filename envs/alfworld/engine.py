@@ -20,8 +20,6 @@ _OBJECT_TEXTS = (
     (HOT, "This is a hot {}."),
     (CLEAN, "This is a clean {}."),
     (COOL, "This is a cold {}."),
-    (TOGGLED, "This {} is on."),
-    (SLICED, "This is a sliced {}."),
 )
 """What `examine` says of an object; the first line whose bits are all set."""
 
@@ -210,12 +208,17 @@ class Engine:
         item = self.board.item_of.get(rest)
         if item is None or item != self.held:
             return None
-        if self.board.game.items[item].container:
+        held = self.board.game.items[item]
+        if held.container:
             return f"This is a normal {rest}. In it, you see nothing."
         state = self.states[item]
         for bits, text in _OBJECT_TEXTS:
             if state & bits == bits:
                 return text.format(rest)
+        if state & TOGGLED and held.toggleable:
+            return f"This {rest} is on."
+        if state & SLICED and held.sliceable:
+            return f"This is a sliced {rest}."
         return f"There's nothing special about {rest}."
 
     def _inventory(self, rest: str) -> str | None:

@@ -39,4 +39,5 @@ def raw_tokenizer() -> Tokenizer:
 def tiny_chat(template: str = CHAT_TEMPLATE, extra_eos: tuple[str, ...] = ()) -> ChatTokenizer:
     """Return a chat tokenizer; the template can be replaced by a bad one."""
     tokenizer = raw_tokenizer()
-    return ChatTokenizer(tokenizer, template, [tokenizer.token_to_id(text) for text in (END, *extra_eos)])
+    ends = tokenizer.encode("".join([END, *extra_eos]), add_special_tokens=False).ids
+    return ChatTokenizer(tokenizer, template, ends)

@@ -83,7 +83,7 @@ class ScriptedGenerator:
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind) -> GenerateReply:
         """Check the request as an engine would, then answer at version = number of the call."""
         assert prompt_ids.dtype == np.int32 and prompt_ids.ndim == 1 and prompt_ids.size
-        assert 0 <= prompt_ids.min() and prompt_ids.max() < self._tokenizer.vocabulary_size
+        assert prompt_ids.min() >= 0 and prompt_ids.max() < self._tokenizer.vocabulary_size
         assert sampling.max_new_tokens >= 1 and sampling.stop_ids == self._tokenizer.eos_ids
         number = len(self.prompts)
         self.prompts.append(prompt_ids.copy())

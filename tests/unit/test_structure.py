@@ -46,9 +46,7 @@ def sources(folder: str) -> Iterator[Path]:
         yield from (Path(directory) / name for name in sorted(files) if name.endswith(".py"))
 
 
-ALL_SOURCES = {
-    str(path.relative_to(ROOT)): path for folder in ("seed_async", *PACKAGES) for path in sources(folder)
-}
+ALL_SOURCES = {str(path.relative_to(ROOT)): path for folder in ("seed_async", *PACKAGES) for path in sources(folder)}
 
 
 def part_of(module: str) -> str | None:

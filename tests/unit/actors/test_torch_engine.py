@@ -228,16 +228,13 @@ def test_a_prefix_of_a_request_that_is_still_running_is_shared():
 def test_of_two_equal_prefixes_the_free_slot_is_continued_rather_than_the_running_one_copied():
     engine = TorchEngine(tiny_model(), max_slots=3, max_context_tokens=64)
     bystander, prompt = make_prompts(15, 20)
-    long = Sampling(temperature=0.0, max_new_tokens=40)
-    engine.submit("running", prompt, long, "act")
-    engine.step()
-    engine.submit("bystander", bystander, GREEDY, "act")
-    engine.submit("finished", prompt, Sampling(temperature=0.0, max_new_tokens=1), "act")
-    for _ in range(14):
+    one = Sampling(temperature=0.0, max_new_tokens=1)
+    engine.submit("running", prompt, Sampling(temperature=0.0, max_new_tokens=40), "act")
+    # The bystander's slot is the least recently used: a copy would go there.
+    for name, ids in (("bystander", bystander), ("finished", prompt), ("again", prompt)):
+        engine.submit(name, ids, one, "act")
         engine.step()
-    engine.submit("again", prompt, Sampling(temperature=0.0, max_new_tokens=1), "act")
-    engine.step()
-    engine.submit("same bystander", bystander, GREEDY, "act")
+    engine.submit("same bystander", bystander, one, "act")
     assert drain(engine)["same bystander"].cached_tokens == bystander.size - 1
 
 

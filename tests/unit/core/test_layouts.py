@@ -16,7 +16,7 @@ def test_prompts_and_responses_alternate_and_only_responses_are_masked_in() -> N
     assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert row.token_ids[row.response_mask].tolist() == [3, 5, 6]
     assert row.turn_index.tolist() == [0, 1, 1]
-    assert (row.token_ids.dtype, row.response_mask.dtype, row.turn_index.dtype) == (np.int32, np.bool_, np.int32)
+    assert [array.dtype.str for array in row] == ["<i4", "|b1", "<i4"]
 
 
 def test_a_prompt_without_its_response_is_refused() -> None:

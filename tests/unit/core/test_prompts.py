@@ -48,7 +48,11 @@ def test_the_full_style_lists_commands_and_ends_with_the_turn_line() -> None:
     full, compact = (first_prompt(style, "x.", "You see a mug.", ["look", "go to mug"]).text for style in STYLES)
     assert "[look, go to mug]" in full and full.endswith(YOUR_TURN)
     assert compact == "Task: x.\nYou see a mug."
-    assert next_prompt("full", "Hm.", ["look"]).split("\n") == ["Observation: Hm.", "Admissible actions: [look]", YOUR_TURN]
+    assert next_prompt("full", "Hm.", ["look"]).split("\n") == [
+        "Observation: Hm.",
+        "Admissible actions: [look]",
+        YOUR_TURN,
+    ]
     assert next_prompt("compact", "Hm.", ["look"]) == "Hm."
 
 
@@ -101,7 +105,9 @@ def test_a_skill_stands_right_after_the_task_and_changes_no_other_byte(style: Pr
 
 def test_without_a_task_line_a_skill_stands_before_the_last_turn_line_or_at_the_end() -> None:
     """The two fallbacks, in this order."""
-    assert insert_skill(f"a\n{YOUR_TURN}\nb\n{YOUR_TURN}", "Task: no", "s") == f"a\n{YOUR_TURN}\nb\nSkill: s\n{YOUR_TURN}"
+    assert (
+        insert_skill(f"a\n{YOUR_TURN}\nb\n{YOUR_TURN}", "Task: no", "s") == f"a\n{YOUR_TURN}\nb\nSkill: s\n{YOUR_TURN}"
+    )
     assert insert_skill("a\nb", "Task: no", "s") == "a\nb\nSkill: s"
 
 

@@ -90,7 +90,9 @@ def test_a_template_cannot_leave_its_sandbox(escape: str) -> None:
 
 def test_a_template_may_refuse_a_chat() -> None:
     """By `raise_exception`, as published templates do."""
-    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT_TEMPLATE
+    refusing = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT_TEMPLATE
+    )
     with pytest.raises(ChatTemplateError, match="no system role"):
         tiny_chat(refusing).render([Chat("system", "x")], add_generation_prompt=False)
 

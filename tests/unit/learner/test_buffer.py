@@ -270,9 +270,14 @@ def test_a_trajectory_that_contradicts_its_lease_is_refused(changes: dict[str, A
     assert balanced(buffer)
 
 
-def test_an_unknown_lease_is_fenced() -> None:
-    """Of an earlier run, for instance."""
-    assert open_buffer().submit(make_trajectory(make_lease(99), "a1"), 0.0)[0] == "fenced"
+def test_a_lease_of_nobody_or_of_another_incarnation_is_fenced() -> None:
+    """Of an earlier run, for instance; the holder keeps it."""
+    buffer = open_buffer()
+    (lease,) = buffer.grant("a", "a1", 1, 0.0)
+    assert buffer.submit(make_trajectory(make_lease(99), "a1"), 0.0)[0] == "fenced"
+    assert buffer.submit(make_trajectory(lease, "a0"), 0.0)[0] == "fenced"
+    assert not buffer.fail(lease.lease_id, "a0")
+    assert buffer.running == 1 and buffer.accounting()["fenced"] == 3
 
 
 # Skills ----------------------------------------------------------------------------------------------------------
@@ -328,7 +333,7 @@ def test_a_skill_and_the_reason_for_none_reach_the_learner() -> None:
 
 
 def test_a_method_without_skills_waits_for_none() -> None:
-    """grpo trains at once."""
+    """Its groups train at once."""
     buffer = open_buffer(method="grpo")
     play(buffer, buffer.grant("a", "a1", 4, 0.0))
     assert buffer.claim_analyses(9, 0.0) == () and buffer.analysis_backlog == 0

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +18,26 @@ from tests.fakes.chat import raw_tokenizer, write_corpus
 from tests.fakes.episodes import small_topology
 
 INIT = {
-    "hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 32, "vocabulary_size": 320, "max_context_tokens": 64,
-}  # fmt: skip
-CHAT = [Chat("user", "Task: find the mug.\n  🙂 "), Chat("assistant", "<action>look</action>"), Chat("user", "<|end|>?")]
+    "hidden_size": 16,
+    "layers": 1,
+    "heads": 2,
+    "intermediate_size": 32,
+    "vocabulary_size": 320,
+    "max_context_tokens": 64,
+}
+CHAT = [
+    Chat("user", "Task: find the mug.\n  🙂 "),
+    Chat("assistant", "<action>look</action>"),
+    Chat("user", "<|end|>?"),
+]
 
 
 def topology() -> Topology:
     """A topology that makes its own model."""
     sizes = {"max_context_tokens": 64, "max_response_tokens": 8}
-    return small_topology(model={"init": INIT}, rollout=sizes, analysis={"max_context_tokens": 64, "max_output_tokens": 8})
+    return small_topology(
+        model={"init": INIT}, rollout=sizes, analysis={"max_context_tokens": 64, "max_output_tokens": 8}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +75,7 @@ def test_each_tag_is_one_ordinary_token() -> None:
     for tag in TAGS:
         ids = raw_tokenizer().encode(tag, add_special_tokens=False).ids
         assert len(ids) == 1 and raw_tokenizer().decode(ids, skip_special_tokens=True) == tag
-    assert raw_tokenizer().decode([raw_tokenizer().token_to_id(END)], skip_special_tokens=True) == ""
+    assert raw_tokenizer().decode(raw_tokenizer().encode(END).ids, skip_special_tokens=True) == ""
 
 
 def test_the_folder_loads_in_plain_transformers_and_renders_as_ours(folder: Path) -> None:
@@ -72,7 +84,7 @@ def test_the_folder_loads_in_plain_transformers_and_renders_as_ours(folder: Path
     messages = [message._asdict() for message in CHAT]
     for add_generation_prompt in (True, False):
         rendered = ours.render(CHAT, add_generation_prompt=add_generation_prompt)
-        options = {"add_generation_prompt": add_generation_prompt}
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
         assert theirs.apply_chat_template(messages, tokenize=False, **options) == rendered
         ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
         assert list(ids) == ours.encode(rendered).tolist()
@@ -95,8 +107,8 @@ def test_the_model_loads_in_plain_transformers_with_end_pad_and_vocabulary(folde
 
 def test_a_missing_corpus_or_an_existing_model_is_refused(tmp_path: Path) -> None:
     """Nothing is written."""
-    with pytest.raises(ValueError, match="no \\*.jsonl"):
+    with pytest.raises(ValueError, match=r"no \*\.jsonl"):
         init_model(topology(), tmp_path / "out", tmp_path)
-    with pytest.raises(ValueError, match="model.init"):
+    with pytest.raises(ValueError, match=r"model\.init"):
         init_model(small_topology(), tmp_path / "out", write_corpus(tmp_path))
     assert not (tmp_path / "out").exists()

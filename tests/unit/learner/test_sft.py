@@ -34,7 +34,14 @@ def assistant(content: str, *, learn: bool = True) -> Message:
 def test_loss_falls_on_trained_responses_and_their_end_only() -> None:
     """A random command of a demonstration is context, not a lesson."""
     chat = tiny_chat()
-    messages = [user("a"), assistant("first"), user("b"), assistant("mistake", learn=False), user("c"), assistant("third")]
+    messages = [
+        user("a"),
+        assistant("first"),
+        user("b"),
+        assistant("mistake", learn=False),
+        user("c"),
+        assistant("third"),
+    ]
     row = chat_row(messages, chat)
     learnt = row.token_ids[row.response_mask]
     end = np.array(chat.eos_ids[:1], dtype=np.int32)
@@ -94,7 +101,7 @@ def test_the_learning_rate_warms_up_and_falls_like_a_cosine(total: int) -> None:
     rates = [learning_rate(step, total, settings) for step in range(total)]
     assert all(0 < rate <= 2.0 for rate in rates) and max(rates) == 2.0
     warmup = max(1, round(0.1 * total))
-    assert rates[: warmup] == pytest.approx([2.0 * (step + 1) / warmup for step in range(warmup)])
+    assert rates[:warmup] == pytest.approx([2.0 * (step + 1) / warmup for step in range(warmup)])
     expected = [1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)) for step in range(warmup, total)]
     assert rates[warmup:] == pytest.approx(expected)
     assert sorted(rates[warmup - 1 :], reverse=True) == rates[warmup - 1 :]
