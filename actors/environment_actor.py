@@ -13,7 +13,7 @@ from seed_async.actors.rollout import Episode, EpisodePlayer, GenerationFailedEr
 from seed_async.envs.contract import Environment, GameFormatError, TaskNotFoundError
 from seed_async.envs.registry import open_suite, tasks_digest
 from seed_async.messages import Ack, ActorHello, Beat, EpisodeFailed, Lease, LeaseGrant, LeaseRequest, Trajectory
-from seed_async.role import RoleContext
+from seed_async.role import RoleContext, run_until_stopped
 from seed_async.text import ChatTokenizer
 from seed_async.transport import AsyncClient
 
@@ -44,7 +44,7 @@ class EnvironmentActor:
         )
 
     async def run(self) -> None:
-        """Say hello, then play until told to stop; the first failure of any part ends the process."""
+        """Say hello, then play until cancelled; the first failure of any part ends the process."""
         context = self._context
         hello = ActorHello(
             actor=context.name,
@@ -54,12 +54,12 @@ class EnvironmentActor:
         )
         await self._buffer.call(hello, BUFFER_TIMEOUT_S)
         async with asyncio.TaskGroup() as group:
-            jobs = [group.create_task(self._play_games()) for _ in range(context.topology.roles.actors.games_each)]
-            jobs.append(group.create_task(self._beat()))
-            while not context.stop.is_set() and not any(job.done() for job in jobs):
-                await asyncio.sleep(0.1)
-            for job in jobs:
-                job.cancel()
+            group.create_task(self._beat())
+            for _ in range(context.topology.roles.actors.games_each):
+                group.create_task(self._play_games())
+
+    def close(self) -> None:
+        """Close the sockets."""
         self._policy.close()
         self._buffer.close()
 
@@ -132,4 +132,6 @@ class EnvironmentActor:
 
 def run(context: RoleContext) -> None:
     """Run one environment actor."""
-    asyncio.run(EnvironmentActor(context).run())
+    actor = EnvironmentActor(context)
+    asyncio.run(run_until_stopped(context, actor.run()))
+    actor.close()

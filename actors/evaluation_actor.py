@@ -14,7 +14,7 @@ from seed_async.actors.policy_client import PolicyClient
 from seed_async.actors.rollout import EpisodePlayer
 from seed_async.envs.registry import open_suite
 from seed_async.messages import EvaluationDone, RunState, RunStateRequest
-from seed_async.role import RoleContext
+from seed_async.role import RoleContext, run_until_stopped
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Evaluation
 from seed_async.transport import AsyncClient
@@ -47,14 +47,17 @@ class EvaluationActor:
     async def run(self) -> None:
         """Evaluate each version that is due until the last one is done."""
         await self._report_earlier()
-        while not self._context.stop.is_set():
+        while True:
             state = await self._buffer.call(RunStateRequest(), BUFFER_TIMEOUT_S)
             if isinstance(state, RunState) and state.version >= 0:
                 if self._due(state):
                     await self._evaluate(state)
                 if state.finished:
-                    break
+                    return
             await asyncio.sleep(STATE_INTERVAL_S)
+
+    def close(self) -> None:
+        """Close the sockets."""
         self._policy.close()
         self._buffer.close()
 
@@ -93,4 +96,6 @@ def run(context: RoleContext) -> None:
     settings = context.topology.roles.evaluation
     if settings is None:
         raise ValueError("roles.evaluation is null: nothing to evaluate")
-    asyncio.run(EvaluationActor(context, settings).run())
+    actor = EvaluationActor(context, settings)
+    asyncio.run(run_until_stopped(context, actor.run()))
+    actor.close()

@@ -18,7 +18,7 @@ from seed_async.messages import AckStatus, Lease, Sample, SkillResult, Trajector
 from seed_async.staleness import StalenessBound
 from seed_async.topology import Topology
 
-Fate = Literal["trained", "stale", "stale_group", "failed_group", "learner_stale", "unused"]
+Fate = Literal["trained", "stale", "stale_group", "failed_group", "unused"]
 MAX_REMEMBERED_IDS = 100_000
 """Trajectory ids kept to recognise a resent one; a resend comes within seconds."""
 

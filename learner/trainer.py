@@ -182,7 +182,7 @@ class Learner:
         with self._context.timeline.span("publish", version):
             self._publisher.publish(version, numpy_weights(self._policy))
             replicas = self._topology.roles.policy.replicas
-            for name in self._publisher.wait_acknowledged(version, "policy", replicas, timeout_s):
+            for name in self._publisher.wait_acknowledged(version, "policy", replicas, timeout_s, self._context.stop):
                 self._context.metrics.counter("weight_receivers_evicted_total").inc()
                 self._context.log.warning("weight receiver given up", receiver=name, version=version)
         self._context.metrics.gauge("policy_version").set(version)

@@ -11,7 +11,7 @@ import typer
 
 from seed_async.launcher import LaunchError, Status, launch, role_processes, running_launcher
 from seed_async.live import History, progress_of, read_fleet
-from seed_async.role import _die_with_launcher
+from seed_async.role import die_with_launcher
 from seed_async.rundir import RunDir
 from seed_async.topology import Topology
 from seed_async.topology_file import TopologyError, load_topology
@@ -87,7 +87,7 @@ def _report(run_dir: RunDir, topology: Topology, phases: dict[str, float], statu
 def _main() -> None:
     """Asynchronous training of LLM agents with SEED (self-evolving on-policy distillation)."""
     # The launcher runs Stage 1 through this program; it must not outlive the launcher.
-    _die_with_launcher()
+    die_with_launcher()
 
 
 @app.command("launch")

@@ -90,8 +90,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One environment step of a trajectory.
 
     `prompt_ids` int32 [P] are the ids appended before the response (the whole first prompt at turn 0),
-    `response_ids` int32 [T] the sampled ids, `behaviour_logprob` float32 [T], `versions` int32 [T]. `parsed`: one action
-    was found in the response; `valid`: the environment understood it as well.
+    `response_ids` int32 [T] the sampled ids, `behaviour_logprob` float32 [T], `versions` int32 [T].
+    `parsed`: one action was found in the response; `valid`: the environment understood it as well.
     """
 
     observation: str

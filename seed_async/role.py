@@ -5,13 +5,17 @@ runs the role's own main loop.
 """
 
 import argparse
+import asyncio
+import contextlib
 import importlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import setproctitle
@@ -37,6 +41,9 @@ ROLE_MODULES = {
 LAUNCHER_PIPE = "SEED_ASYNC_LAUNCHER_FD"
 """Environment variable with the read end of a pipe whose only writer is the launcher."""
 
+STOP_INTERVAL_S = 0.1
+"""How soon an asyncio role sees its stop flag."""
+
 
 @dataclass(frozen=True)
 class RoleContext:
@@ -58,7 +65,7 @@ class RoleContext:
         return f"{self.role}-{self.index}"
 
 
-def _die_with_launcher() -> None:
+def die_with_launcher() -> None:
     """End this process when the launcher's end of the pipe closes, however the launcher died."""
     descriptor = os.environ.get(LAUNCHER_PIPE)
     if descriptor is None:
@@ -69,6 +76,17 @@ def _die_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, args=(int(descriptor),), daemon=True, name="launcher-watch").start()
+
+
+async def run_until_stopped(context: RoleContext, work: Coroutine[Any, Any, None]) -> None:
+    """Run an asyncio role to its end, or cancel it when SIGTERM sets the stop flag; its failure is raised."""
+    task = asyncio.ensure_future(work)
+    while not task.done() and not context.stop.is_set():
+        await asyncio.wait({task}, timeout=STOP_INTERVAL_S)
+    if not task.done():
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):  # the cancellation above
+        await task
 
 
 def _configure_log(role: str, index: int) -> FilteringBoundLogger:
@@ -95,7 +113,7 @@ def main() -> None:
     # SIGINT reaches the whole foreground process group; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    _die_with_launcher()
+    die_with_launcher()
     setproctitle.setproctitle(f"seed-async {arguments.role}-{arguments.index} {arguments.run_dir.name}")
     run_dir = RunDir(arguments.run_dir)
     metrics = Metrics(arguments.role, str(arguments.index))

@@ -128,8 +128,8 @@ class Stage1(Section):
     analysis_rows: NonNegative = 300
     """Trajectories with the oracle annotator's analysis."""
     prompt_loss_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Weight of prompt tokens beside response tokens (1). 0 is the paper's loss; a model that starts from nothing learns
-    the environment's sentences, and with them to copy names, several times faster with 0.3."""
+    """Weight of prompt tokens beside response tokens (1). 0 is the paper's loss; with 0.3 a model that starts from
+    nothing also learns the environment's sentences, and so to copy names out of them."""
     epochs: Positive = 3
     batch_rows: Positive = 16
     lr: Annotated[float, Field(gt=0)] = 3e-3

@@ -24,6 +24,7 @@ ReceiverRole = Literal["policy", "analyzer"]
 ALIGNMENT_BYTES = 64
 KEPT_SEGMENTS = 2
 """The newest version and the one before, which a slow receiver may still be reading."""
+STOP_INTERVAL_S = 0.1
 HOLD_S = 1.0
 """How long an unanswered poll is held; receivers ask again at once."""
 
@@ -152,18 +153,32 @@ class WeightPublisher:
             self._newest = manifest
         return manifest
 
-    def wait_acknowledged(self, version: int, role: ReceiverRole, replicas: int, timeout_s: float) -> tuple[str, ...]:
+    def wait_acknowledged(
+        self,
+        version: int,
+        role: ReceiverRole,
+        replicas: int,
+        timeout_s: float,
+        stop: threading.Event | None = None,
+    ) -> tuple[str, ...]:
         """Wait until `replicas` receivers of `role` hold `version`; returns the receivers given up at the deadline.
 
         Those are forgotten and not waited for again (the run goes on without them) until they or their successors
-        poll. Raises TimeoutError when no receiver at all holds the version by then.
+        poll. Once `stop` is set nobody is waited for: the receivers are ending too. Raises TimeoutError when no
+        receiver at all holds the version by the deadline.
         """
+        deadline_s = time.monotonic() + timeout_s
 
         def holders() -> int:
             return sum(each.role == role and each.version == version for each in self._receivers.values())
 
+        def done() -> bool:
+            return holders() >= max(1, replicas - self._given_up[role]) or (stop is not None and stop.is_set())
+
         with self._changed:
-            if self._changed.wait_for(lambda: holders() >= max(1, replicas - self._given_up[role]), timeout_s):
+            while not done() and time.monotonic() < deadline_s:
+                self._changed.wait(min(STOP_INTERVAL_S, timeout_s))
+            if done():
                 return ()
             behind = tuple(
                 name for name, each in self._receivers.items() if each.role == role and each.version != version

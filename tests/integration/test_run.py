@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,16 @@ def finish(process: "subprocess.Popen[str]") -> str:
         raise AssertionError(f"the run did not end in {RUN_TIMEOUT_S} s:\n{process.communicate()[0]}") from None
 
 
-def processes_of(run_dir: Path) -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if any(str(run_dir) in argument for argument in process.info["cmdline"] or [])
-    ]
+def roles_of(process: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
+    """The role processes of a launcher by name (`actor-0`), which they take as their title."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    titles = {child: " ".join(child.cmdline()).split() for child in children}
+    return {words[1]: child for child, words in titles.items() if words[:1] == ["seed-async"]}
+
+
+def assert_gone(processes: Iterable[psutil.Process]) -> None:
+    alive = psutil.wait_procs(list(processes), timeout=10)[1]
+    assert alive == []
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -73,9 +78,12 @@ def assert_counts_add_up(run_dir: Path) -> dict[str, Any]:
 def test_a_run_trains_evaluates_accounts_and_leaves_no_process(tmp_path: Path) -> None:
     run_dir = tmp_path / "boxes"
     process = launch(run_dir)
+    wait_for_updates(run_dir, 1)
+    roles = roles_of(process)
+    assert sorted(roles) == ["actor-0", "actor-1", "analyzer-0", "buffer-0", "evaluation-0", "learner-0", "policy-0"]
     output = finish(process)
     assert process.returncode == 0, output
-    assert processes_of(run_dir) == []
+    assert_gone(roles.values())
     counts = assert_counts_add_up(run_dir)
     metrics = lines(run_dir / "metrics.jsonl")
     assert [line["version"] for line in metrics] == [1, 2, 3, 4, 5, 6]
@@ -99,25 +107,26 @@ def test_killed_actors_and_a_killed_policy_server_do_not_stop_the_run(tmp_path: 
     run_dir = tmp_path / "boxes"
     process = launch(run_dir, "run.updates=12", "buffer.lease_timeout_s=5")
     wait_for_updates(run_dir, 2)
-    for role in ("actor", "policy", "analyzer"):
-        victims = [each for each in processes_of(run_dir) if role in each.cmdline()]
-        victims[0].send_signal(signal.SIGKILL)
+    roles = roles_of(process)
+    for victim in ("actor-0", "policy-0", "analyzer-0"):
+        roles[victim].kill()
     output = finish(process)
     assert process.returncode == 0, output
     counts = assert_counts_add_up(run_dir)
     assert counts["leases"]["returned"] > 0, "the killed actor's leases came back"
     assert len(lines(run_dir / "metrics.jsonl")) == 12
-    assert processes_of(run_dir) == []
+    assert_gone(roles.values())
 
 
 def test_ctrl_c_ends_a_run_cleanly_and_leaves_no_process(tmp_path: Path) -> None:
     run_dir = tmp_path / "boxes"
     process = launch(run_dir, "run.updates=1000")
     wait_for_updates(run_dir, 2)
+    roles = roles_of(process)
     os.kill(process.pid, signal.SIGINT)
     output = finish(process)
     assert process.returncode == 130, output
-    assert processes_of(run_dir) == []
+    assert_gone(roles.values())
     assert_counts_add_up(run_dir)
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
 
@@ -126,9 +135,8 @@ def test_a_killed_launcher_takes_every_process_with_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "boxes"
     process = launch(run_dir, "run.updates=1000")
     wait_for_updates(run_dir, 1)
+    roles = roles_of(process)
+    assert len(roles) == 7
     process.kill()
     process.communicate()
-    deadline_s = time.monotonic() + 10
-    while processes_of(run_dir) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert processes_of(run_dir) == []
+    assert_gone(roles.values())

@@ -201,7 +201,7 @@ LAUNCHER = """
     from seed_async.rundir import RunDir
     from seed_async.supervisor import ChildStarter, Supervisor
     from seed_async.topology import Supervision
-    CHILD = "import time; from seed_async import role; role._die_with_launcher(); print('up'); time.sleep(60)"
+    CHILD = "import time; from seed_async import role; role.die_with_launcher(); print('up'); time.sleep(60)"
     supervisor = Supervisor(
         RunDir(Path(sys.argv[1])), Supervision(), ChildStarter(), command=lambda *_: [sys.executable, "-c", CHILD]
     )
