@@ -1,0 +1,20 @@
+"""The built wheel holds the code that lies behind the import links."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("actors", "learner", "envs", "tools")
+
+
+def test_the_wheel_holds_every_module_under_its_import_name(tmp_path: Path) -> None:
+    """The four folders are packaged through their links, tests are not."""
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--quiet"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    core = {f"seed_async/{path.name}" for path in (ROOT / "seed_async").glob("*.py")}
+    behind = {f"seed_async/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    assert held == core | behind
