@@ -50,9 +50,12 @@ def open_suite(env: Env) -> Suite:
     if os.getcwd() not in sys.path:  # a user's module lies where the command is given; last, so it hides nothing
         sys.path.append(os.getcwd())
     try:
-        suite: Suite = getattr(importlib.import_module(module), name)(env)
-    except (ImportError, AttributeError) as error:
+        opened = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise UnknownEnvironmentError(f"env.id {env.id!r} cannot be imported: {error}") from error
+    if not isinstance(opened, type):
+        raise UnknownEnvironmentError(f"env.id {env.id!r} names no class")
+    suite: Suite = opened(env)
     return suite
 
 
