@@ -63,7 +63,7 @@ def play_expert(
 
 
 def play_solution(suite: Suite, environment: Environment, task: str) -> Played:
-    """Play the game's own solution."""
+    """Play the game's own solution, as far as the step limit lets it."""
     played = Played([], [], [], [], won=False)
     observation = environment.reset(task)
     for command in suite.solution(task):
@@ -73,6 +73,8 @@ def play_solution(suite: Suite, environment: Environment, task: str) -> Played:
         played.by_expert.append(True)
         played.valid.append(result.observation.info.valid)
         observation = result.observation
+        if result.terminated or result.truncated:
+            break
     return played._replace(won=observation.info.won)
 
 
