@@ -135,7 +135,10 @@ def make_demonstrations(topology: Topology, out: Path) -> None:
     """Write `demonstrations.jsonl` and `analyses.jsonl` below `out`, from games of the training split only."""
     suite, settings = open_suite(topology.env), topology.stage1
     rng = np.random.default_rng([topology.run.seed, 1])
-    tasks = _tasks(list(suite.tasks(topology.env.split)), rng)
+    split = list(suite.tasks(topology.env.split))
+    if not split:
+        raise ValueError(f"env.split {topology.env.split!r} has no task to demonstrate")
+    tasks = _tasks(split, rng)
     environment = suite.make()
     out.mkdir(parents=True, exist_ok=True)
     with (out / "demonstrations.jsonl").open("w") as file:
@@ -150,7 +153,7 @@ def make_demonstrations(topology: Topology, out: Path) -> None:
     room_tokens = topology.analysis.max_context_tokens - topology.analysis.max_output_tokens
     max_characters = room_tokens * MAX_ANALYSIS_CHARACTERS_A_TOKEN
     with (out / "analyses.jsonl").open("w") as file:
-        for number in range(settings.analysis_rows if topology.uses_skills else 0):
+        for number in range(settings.analysis_rows):
             task = next(tasks)
             rate = ANALYSED_MISTAKE_RATES[number % len(ANALYSED_MISTAKE_RATES)]
             played = play_expert(suite, environment, task, rate, rng)

@@ -33,7 +33,7 @@ class EnvironmentActor:
         self._buffer = AsyncClient(run_dir.buffer_endpoint(topology), context.name)
         endpoints = [run_dir.policy_endpoint(topology, index) for index in range(topology.roles.policy.replicas)]
         self._policy = PolicyClient(endpoints, f"{context.name}:{context.incarnation}")
-        self._steps = 0
+        self._progress = 0
         self._player = EpisodePlayer(
             ChatTokenizer.load(run_dir.initial_model(topology)),
             self._policy,
@@ -115,12 +115,15 @@ class EnvironmentActor:
 
     async def _beat(self) -> None:
         while True:
-            beat = Beat(actor=self._context.name, incarnation=self._context.incarnation, progress=self._steps)
+            # The beat comes from the loop that plays: a blocked environment stops it, and waiting for a policy server
+            # that starts again is no hang.
+            self._progress += 1
+            beat = Beat(actor=self._context.name, incarnation=self._context.incarnation, progress=self._progress)
             await self._buffer.call(beat, BUFFER_TIMEOUT_S)
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     def _count_step(self) -> None:
-        self._steps += 1
+        self._progress += 1
         self._context.metrics.counter("environment_steps_total").inc()
 
     def _count_episode(self, episode: Episode, seconds: float) -> None:

@@ -11,7 +11,7 @@ import time
 
 from seed_async.actors.panel import choose_panel, play_panel, summarise_panel
 from seed_async.actors.policy_client import PolicyClient
-from seed_async.actors.rollout import EpisodePlayer
+from seed_async.actors.rollout import EpisodePlayer, GenerationFailedError
 from seed_async.envs.registry import open_suite
 from seed_async.messages import EvaluationDone, RunState, RunStateRequest
 from seed_async.role import RoleContext, run_until_stopped
@@ -68,15 +68,29 @@ class EvaluationActor:
 
     async def _evaluate(self, state: RunState) -> None:
         started_at_s = time.time()
-        with self._context.timeline.span("evaluate", state.version):
-            async with asyncio.timeout(self._settings.timeout_minutes * 60):
-                games = await play_panel(
-                    self._player, self._suite, self._panel, self._settings.concurrency, self._context.topology.run.seed
-                )
+        self._evaluated = state.version
+        try:
+            with self._context.timeline.span("evaluate", state.version):
+                async with asyncio.timeout(self._settings.timeout_minutes * 60):
+                    games = await play_panel(
+                        self._player,
+                        self._suite,
+                        self._panel,
+                        self._settings.concurrency,
+                        self._context.topology.run.seed,
+                    )
+        except* (TimeoutError, GenerationFailedError) as failure:
+            # Trying again would fail again, with the whole run waiting: the run goes on without this score.
+            self._context.log.error(
+                "evaluation given up", version=state.version, errors=list(map(str, failure.exceptions))
+            )
+            games = []
+        if not games:
+            await self._buffer.call(EvaluationDone(version=state.version, success=None), BUFFER_TIMEOUT_S)
+            return
         line = summarise_panel(games, state.version, started_at_s, final=state.finished)
         with self._context.run_dir.evaluations.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self._evaluated = state.version
         self._context.metrics.gauge("evaluation_success_ratio").set(line["success"])
         self._context.metrics.gauge("evaluation_games").set(line["games"])
         self._context.log.info("evaluated", version=state.version, won=line["won"], games=line["games"])

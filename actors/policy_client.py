@@ -4,7 +4,7 @@ from itertools import count
 
 import numpy as np
 
-from seed_async.actors.rollout import GenerationFailedError
+from seed_async.actors.rollout import SEEDS_AN_EPISODE, GenerationFailedError
 from seed_async.messages import GenerateReply, GenerateRequest
 from seed_async.ports import RequestKind, Sampling
 from seed_async.transport import AsyncClient
@@ -28,7 +28,7 @@ class PolicyClient:
             request_id=f"{self._name}:{number}", prompt_ids=prompt_ids, sampling=sampling, kind=kind
         )
         # Episodes keep to one server by the seed of their sampling, so that their prefix stays cached there.
-        client = self._clients[sampling.seed // 1009 % len(self._clients)]
+        client = self._clients[sampling.seed // SEEDS_AN_EPISODE % len(self._clients)]
         reply = await client.call(request, GENERATE_TIMEOUT_S)
         if not isinstance(reply, GenerateReply) or reply.error or not reply.token_ids.size:
             raise GenerationFailedError(getattr(reply, "error", "") or f"unexpected answer {type(reply).__name__}")

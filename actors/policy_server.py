@@ -8,10 +8,11 @@ Stops on SIGTERM; whoever waits for a response asks the next incarnation again.
 import numpy as np
 
 from seed_async.actors.engines.torch_engine import TorchEngine, load_model
-from seed_async.messages import Ack, CancelRequest, GenerateReply, GenerateRequest
+from seed_async.messages import Ack, GenerateReply, GenerateRequest
 from seed_async.ports import Generation, RequestRefusedError
 from seed_async.reporting import report_engine, report_rejected
 from seed_async.role import RoleContext
+from seed_async.topology import Topology
 from seed_async.transport import Client, Request, Server
 from seed_async.weights import WeightReceiver
 
@@ -30,6 +31,7 @@ class PolicyServer:
         self._engine = TorchEngine(
             load_model(run_dir.initial_model(topology)),
             max_slots=topology.roles.policy.max_slots,
+            max_waiting=_most_requests(topology),
             max_context_tokens=topology.rollout.max_context_tokens + MAX_CONTEXT_SLACK_TOKENS,
             version=-1,
         )
@@ -75,13 +77,8 @@ class PolicyServer:
                 request.reply(_refusal(message.request_id, str(error)))
             else:
                 self._open[message.request_id] = request
-        elif isinstance(message, CancelRequest):
-            self._engine.cancel(message.request_id)
-            request.reply(Ack())
         else:
-            request.reply(
-                Ack(status="refused", detail="a policy server answers GenerateRequest and CancelRequest only")
-            )
+            request.reply(Ack(status="refused", detail="a policy server answers GenerateRequest only"))
 
     def _answer(self, generation: Generation) -> None:
         self._open.pop(generation.request_id).reply(
@@ -98,6 +95,13 @@ class PolicyServer:
     def _report(self, server: Server) -> None:
         report_engine(self._context.metrics, self._engine.health())
         report_rejected(self._context.metrics, server.rejected)
+
+
+def _most_requests(topology: Topology) -> int:
+    """Requests that can be open at once when every asker uses this server: a healthy run is never refused one."""
+    evaluation = topology.roles.evaluation
+    playing = topology.roles.actors.replicas * topology.roles.actors.games_each
+    return playing + (evaluation.concurrency if evaluation else 0)
 
 
 def _refusal(request_id: str, error: str) -> GenerateReply:

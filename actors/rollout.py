@@ -16,6 +16,9 @@ from seed_async.prompts import FirstPrompt, first_prompt, next_prompt, parse_act
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Rollout
 
+SEEDS_AN_EPISODE = 1009
+"""Each turn samples from a stream of its own: seed times this, plus the turn."""
+
 
 class GenerationFailedError(RuntimeError):
     """The policy server refused or could not finish a request; the episode cannot go on."""
@@ -70,8 +73,8 @@ class EpisodePlayer:
         turns: list[Turn] = []
         status: TrajectoryStatus = "truncated"
         episode_return = 0.0
-        while (room := self._rollout.max_context_tokens - context.size) > 0:
-            reply = await self._generator.generate(context, self._sampling(room, seed, len(turns)), self._kind)
+        while context.size + self._rollout.max_response_tokens <= self._rollout.max_context_tokens:
+            reply = await self._generator.generate(context, self._sampling(seed, len(turns)), self._kind)
             response = self._tokenizer.decode(reply.token_ids)
             action = parse_action(response)
             result = environment.step(action.command)
@@ -102,15 +105,15 @@ class EpisodePlayer:
             context = np.concatenate([context, reply.token_ids, prompt_ids])
         if not turns:
             raise GenerationFailedError(
-                f"the first prompt of {task_id} has {context.size} tokens, more than the context"
+                f"the first prompt of {task_id} has {context.size} tokens: with a response, more than the context"
             )
         info = observation.info
         return Episode(info.task, info.task_type, first, tuple(turns), status, episode_return)
 
-    def _sampling(self, room: int, seed: int, turn: int) -> Sampling:
+    def _sampling(self, seed: int, turn: int) -> Sampling:
         return Sampling(
             temperature=self._temperature,
-            max_new_tokens=min(room, self._rollout.max_response_tokens),
-            seed=(seed * 1009 + turn) % (1 << 63),  # another stream for each turn of an episode
+            max_new_tokens=self._rollout.max_response_tokens,
+            seed=(seed * SEEDS_AN_EPISODE + turn) % (1 << 63),
             stop_ids=self._tokenizer.eos_ids,
         )

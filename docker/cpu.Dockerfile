@@ -1,4 +1,4 @@
-# The whole system on CPU. Build from the repository's root: docker build -f docker/cpu.Dockerfile -t seed-async .
+# The whole system on CPU. Where the package index gives a CUDA build of torch, it runs as well and is larger. Build from the repository's root: docker build -f docker/cpu.Dockerfile -t seed-async .
 FROM python:3.11-slim
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
 WORKDIR /app

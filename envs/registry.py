@@ -14,6 +14,12 @@ class UnknownEnvironmentError(ValueError):
     """`env.id` names neither a built-in environment nor an importable `module:Class`."""
 
 
+def _max_receptacles(env: Env) -> int | None:
+    """The tighter of the filter and, for generated games, the generator's own limit."""
+    limits = [env.filter.max_receptacles, env.generated.max_receptacles if env.games == "generated" else None]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def _alfworld(env: Env) -> Suite:
     from seed_async.envs.alfworld.suite import AlfworldSuite
 
@@ -28,7 +34,7 @@ def _alfworld(env: Env) -> Suite:
             "valid_unseen": env.generated.valid_unseen,
         },
         min_receptacles=env.generated.min_receptacles,
-        max_receptacles=env.filter.max_receptacles if env.games != "generated" else env.generated.max_receptacles,
+        max_receptacles=_max_receptacles(env),
         num_objects=env.generated.num_objects,
         task_types=env.filter.task_types or None,
         rooms=env.filter.rooms or None,

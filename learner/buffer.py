@@ -292,12 +292,6 @@ class GroupBuffer:
             self._forget(group)
         return tuple(samples)
 
-    def learner_refused(self, num_trajectories: int) -> None:
-        """Move whole groups that the learner's own check found too old from trained to dropped."""
-        self.counts["trained"] -= num_trajectories
-        self.dropped["learner_stale"] += num_trajectories
-        self._groups_admitted -= num_trajectories // self._topology.rollout.group_size
-
     # Accounting ------------------------------------------------------------------------------------------------
 
     @property

@@ -31,7 +31,6 @@ from seed_async.messages import (
     RunStateRequest,
     Sample,
     SkillResult,
-    StaleReport,
     Trajectory,
 )
 from seed_async.reporting import report_buffer, report_rejected
@@ -68,7 +67,6 @@ class BufferServer:
             AnalysisRequest: self._analysis,
             SkillResult: self._skill,
             BatchRequest: self._batch,
-            StaleReport: self._stale,
             RunFinished: self._run_finished,
             RunStateRequest: lambda _: RunState(version=self._buffer.version, finished=self._finished),
             EvaluationDone: self._evaluation_done,
@@ -151,10 +149,6 @@ class BufferServer:
             return None
         samples = self._buffer.take_batch(message.version)
         return Batch(version=message.version, samples=samples) if samples else None
-
-    def _stale(self, message: StaleReport) -> Message:
-        self._buffer.learner_refused(len(message.trajectory_ids))
-        return Ack()
 
     def _run_finished(self, message: RunFinished) -> Message | None:
         self._buffer.advance(message.version)

@@ -3,7 +3,8 @@
 (Algorithm specification, section 8.)
 
 Consumes the JSON lines of a data folder. Waits for nothing. Produces a Hugging Face folder that can act and analyse.
-Stops after its epochs. Loss on response tokens and their end only; a row over the context length is an error.
+Stops after its epochs. Loss on response tokens and their end, and on prompts as far as `prompt_loss_weight` says;
+a row over the context length is an error.
 """
 
 import json
@@ -11,13 +12,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from seed_async.layouts import TokenRow, transcript_row
+from seed_async.layouts import transcript_row
 from seed_async.learner.algorithms.terms import NonFiniteError
 from seed_async.learner.checkpoint import export_policy
 from seed_async.learner.scoring import load_policy, plan_micro_batches, score
@@ -32,7 +33,23 @@ class RowTooLongError(ValueError):
     """A training row over the model's context length."""
 
 
-def chat_row(messages: Sequence[dict[str, Any]], tokenizer: ChatTokenizer) -> TokenRow:
+class ChatRow(NamedTuple):
+    """One training row: `token_ids` int32 [T]; `response_mask` bool [T], True on the responses to learn.
+
+    `prompt_mask` bool [T] is True on prompt tokens but the first, which nothing predicts. A response that is only
+    shown, such as a random command of a demonstration, is in neither.
+    """
+
+    token_ids: np.ndarray
+    response_mask: np.ndarray
+    prompt_mask: np.ndarray
+
+    def weights(self, prompt_weight: float) -> np.ndarray:
+        """The loss weight of each token, float32 [T]."""
+        return (self.response_mask + prompt_weight * self.prompt_mask).astype(np.float32)
+
+
+def chat_row(messages: Sequence[dict[str, Any]], tokenizer: ChatTokenizer) -> ChatRow:
     """Tokenise a chat exactly as an episode is: prompts by the template, each response followed by its end."""
     prompts, responses, trained = [], [], []
     end = np.array(tokenizer.eos_ids[:1], dtype=np.int32)
@@ -45,13 +62,14 @@ def chat_row(messages: Sequence[dict[str, Any]], tokenizer: ChatTokenizer) -> To
         else:
             prompts.append(tokenizer.next_prompt(message["content"], after_eos=True))
     row = transcript_row(prompts, responses)
-    keep = np.array(trained)[row.turn_index]
-    mask = row.response_mask.copy()
-    mask[mask] = keep
-    return TokenRow(row.token_ids, mask, row.turn_index[keep])
+    prompt_mask = ~row.response_mask
+    prompt_mask[0] = False
+    response_mask = row.response_mask.copy()
+    response_mask[response_mask] = np.array(trained)[row.turn_index]
+    return ChatRow(row.token_ids, response_mask, prompt_mask)
 
 
-def load_rows(data: Path, tokenizer: ChatTokenizer, max_tokens: int) -> list[TokenRow]:
+def load_rows(data: Path, tokenizer: ChatTokenizer, max_tokens: int) -> list[ChatRow]:
     """Read every row that has something to learn. Raises RowTooLongError, naming the file and line."""
     rows = []
     for path in sorted(data.glob("*.jsonl")):
@@ -75,29 +93,22 @@ def learning_rate(step: int, total: int, settings: Stage1) -> float:
     return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
-def _weights(row: TokenRow, prompt_weight: float) -> np.ndarray:
-    """The loss weight of each token of a row, float32 [T]; nothing predicts the first."""
-    weights = np.where(row.response_mask, 1.0, prompt_weight).astype(np.float32)
-    weights[0] = 0.0
-    return weights
-
-
 def _loss_sums(
-    model: PreTrainedModel, rows: Sequence[TokenRow], token_budget: int, prompt_weight: float
+    model: PreTrainedModel, rows: Sequence[ChatRow], token_budget: int, prompt_weight: float
 ) -> Iterator[torch.Tensor]:
     """Yield the weighted sum of negative log-probs of each micro-batch, so that one graph lives at a time."""
     for micro in plan_micro_batches([row.token_ids.size for row in rows], token_budget):
         batch = [rows[index] for index in micro]
-        weights = np.concatenate([_weights(row, prompt_weight) for row in batch])
-        scored = [row._replace(response_mask=_weights(row, prompt_weight) > 0) for row in batch]
+        weights = [row.weights(prompt_weight) for row in batch]
+        scored = [row._replace(response_mask=weight > 0) for row, weight in zip(batch, weights, strict=True)]
         logprob = score(model, scored, temperature=1.0, token_budget=token_budget).logprob
-        yield -(logprob * torch.from_numpy(weights[weights > 0])).sum()
+        yield -(logprob * torch.from_numpy(np.concatenate([weight[weight > 0] for weight in weights]))).sum()
 
 
 def _train_step(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: Sequence[TokenRow], settings: Stage1
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: Sequence[ChatRow], settings: Stage1
 ) -> float:
-    tokens = float(sum(_weights(row, settings.prompt_loss_weight).sum() for row in rows))
+    tokens = float(sum(row.weights(settings.prompt_loss_weight).sum() for row in rows))
     optimizer.zero_grad()
     total = 0.0
     for loss_sum in _loss_sums(model, rows, settings.token_budget, settings.prompt_loss_weight):
@@ -111,7 +122,7 @@ def _train_step(
 
 
 @torch.no_grad()
-def _validate(model: PreTrainedModel, rows: Sequence[TokenRow], token_budget: int) -> float:
+def _validate(model: PreTrainedModel, rows: Sequence[ChatRow], token_budget: int) -> float:
     tokens = sum(int(row.response_mask.sum()) for row in rows)
     return sum(float(loss) for loss in _loss_sums(model, rows, token_budget, 0.0)) / tokens
 

@@ -18,7 +18,7 @@ from seed_async.layouts import plain_row, skill_row
 from seed_async.learner.checkpoint import export_policy
 from seed_async.learner.scoring import load_policy
 from seed_async.learner.step import LossConfig, UpdateBatch, UpdateTrajectory, update
-from seed_async.messages import Batch, BatchRequest, Finished, RunFinished, Sample, StaleReport
+from seed_async.messages import Batch, BatchRequest, Finished, RunFinished, Sample
 from seed_async.role import RoleContext
 from seed_async.staleness import StalenessBound
 from seed_async.text import ChatTokenizer
@@ -27,9 +27,13 @@ from seed_async.transport import Client, Server
 from seed_async.weights import SegmentStore, WeightPublisher
 
 JOIN_TIMEOUT_S = 180.0
-"""Policy servers load torch and the model before they ask for weights; a busy laptop takes a minute."""
-ACKNOWLEDGE_TIMEOUT_S = 60.0
+"""A policy server that starts, or starts again, loads torch and the model first: a minute on a busy laptop."""
 BUFFER_TIMEOUT_S = 60.0
+"""The buffer answers within seconds; a minute of silence means that it is gone."""
+
+
+class StaleBatchError(RuntimeError):
+    """A batch with a trajectory older than the bound, which must never be trained."""
 
 
 def loss_config(topology: Topology) -> LossConfig:
@@ -67,14 +71,14 @@ def numpy_weights(model: PreTrainedModel) -> dict[str, np.ndarray]:
 
 
 def update_batch(
-    samples: Sequence[Sample], version: int, tokenizer: ChatTokenizer, topology: Topology
+    samples: Sequence[Sample], version: int, tokenizer: ChatTokenizer, topology: Topology, max_skill_tokens: int
 ) -> tuple[UpdateBatch, int]:
     """Turn received samples into an update's rows; returns also how many skill contexts were too long to score."""
     trajectories, over_long = [], 0
     for sample in samples:
         trajectory = sample.trajectory
         skill = skill_row(trajectory, sample.skill.episode_skill, tokenizer) if sample.skill else None
-        if skill is not None and skill.token_ids.size > topology.analysis.max_context_tokens:
+        if skill is not None and skill.token_ids.size > max_skill_tokens:
             skill, over_long = None, over_long + 1
         trajectories.append(
             UpdateTrajectory(
@@ -109,6 +113,7 @@ class Learner:
             weight_decay=topology.optimizer.weight_decay,
         )
         self._config = loss_config(topology)
+        self._first_batch_s: float | None = None
         self._publisher = WeightPublisher(Server(run_dir.weights_endpoint(topology)), SegmentStore(run_dir.segments()))
         self._buffer = Client(run_dir.buffer_endpoint(topology), context.name)
         self._metrics_file = run_dir.metrics.open("a")
@@ -116,19 +121,16 @@ class Learner:
     def run(self) -> None:
         """Update until the end of the run, export the policy, wait for its evaluation."""
         version = 0
-        self._publish(version, JOIN_TIMEOUT_S)
-        started_s: float | None = None
-        while version < self._topology.run.updates and not self._context.stop.is_set():
+        self._publish(version)
+        while version < self._topology.run.updates:
             waiting_since_s = time.monotonic()
             batch = self._fetch(version)
-            # The clock of the run's time limit starts when the first batch can be trained.
-            started_s = started_s or time.monotonic()
-            if batch is None or self._out_of_time(started_s):
+            if batch is None:
                 break
             wait_s = time.monotonic() - waiting_since_s
             metrics = self._train(batch, version)
             version += 1
-            publish_s = self._publish(version, ACKNOWLEDGE_TIMEOUT_S)
+            publish_s = self._publish(version)
             self._record(batch, version, metrics | {"wait_s": wait_s, "publish_s": publish_s})
         export_policy(self._policy, self._context.run_dir.initial_model(self._topology), self._context.run_dir.final)
         self._finish(version)
@@ -136,53 +138,58 @@ class Learner:
         self._buffer.close()
         self._metrics_file.close()
 
-    def _out_of_time(self, started_s: float) -> bool:
+    def _over(self) -> bool:
         limit = self._topology.run.max_minutes
-        return limit is not None and time.monotonic() - started_s > limit * 60
+        if limit is None or self._first_batch_s is None:
+            return self._context.stop.is_set()
+        return self._context.stop.is_set() or time.monotonic() - self._first_batch_s > limit * 60
 
     def _fetch(self, version: int) -> Batch | None:
-        """Wait for the batch of the next update, however long the actors take; None when told to stop."""
+        """Wait for the batch of the next update; None when told to stop or when the run's time is up.
+
+        What the buffer hands out counts as trained, so the end is looked at before asking and never after.
+        """
         with (
             self._context.timeline.span("wait", version),
             self._context.metrics.histogram("wait_for_batch_seconds").time(),
         ):
-            while not self._context.stop.is_set():
+            while not self._over():
                 reply = self._buffer.call(BatchRequest(version=version), BUFFER_TIMEOUT_S)
-                batch = self._checked(reply) if isinstance(reply, Batch) else None
-                if batch and batch.samples:
-                    return batch
+                if isinstance(reply, Batch) and reply.samples:
+                    self._check_ages(reply)
+                    # The clock of the run's time limit starts when the first batch can be trained.
+                    self._first_batch_s = self._first_batch_s or time.monotonic()
+                    return reply
         return None
 
-    def _checked(self, batch: Batch) -> Batch:
-        """The bound once more, just before the forward pass: a group with an older token is left out whole."""
-        stale = {
-            sample.trajectory.group_id
-            for sample in batch.samples
-            if not self._bound.admits(batch.version, sample.trajectory.oldest_version)
-        }
-        if not stale:
-            return batch
-        refused = [sample.trajectory for sample in batch.samples if sample.trajectory.group_id in stale]
-        ids = tuple(trajectory.trajectory_id for trajectory in refused)
-        self._buffer.call(StaleReport(version=batch.version, trajectory_ids=ids), BUFFER_TIMEOUT_S)
-        kept = tuple(sample for sample in batch.samples if sample.trajectory.group_id not in stale)
-        return Batch(version=batch.version, samples=kept)
+    def _check_ages(self, batch: Batch) -> None:
+        """The bound once more, just before the forward pass. Raises StaleBatchError: the buffer broke its promise."""
+        for sample in batch.samples:
+            if not self._bound.admits(batch.version, sample.trajectory.oldest_version):
+                raise StaleBatchError(
+                    f"trajectory {sample.trajectory.trajectory_id} of version {sample.trajectory.oldest_version} came "
+                    f"for the update from version {batch.version}: older than {self._bound.max_staleness}"
+                )
 
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
         started_s = time.monotonic()
         with self._context.timeline.span("train", version):
-            rows, over_long = update_batch(batch.samples, version, self._tokenizer, self._topology)
+            rows, over_long = update_batch(
+                batch.samples, version, self._tokenizer, self._topology, self._policy.config.max_position_embeddings
+            )
             metrics = update(rows, self._config, self._policy, self._reference, self._optimizer)
         metrics["opd_active_ratio"] = metrics["skill_trajectories"] / metrics["trajectories"]
         return metrics | {"step_s": time.monotonic() - started_s, "skill_over_long": float(over_long)}
 
-    def _publish(self, version: int, timeout_s: float) -> float:
+    def _publish(self, version: int) -> float:
         """Publish the policy as `version` and wait until the policy servers serve it; returns the seconds it took."""
         started_s = time.monotonic()
         with self._context.timeline.span("publish", version):
             self._publisher.publish(version, numpy_weights(self._policy))
             replicas = self._topology.roles.policy.replicas
-            for name in self._publisher.wait_acknowledged(version, "policy", replicas, timeout_s, self._context.stop):
+            for name in self._publisher.wait_acknowledged(
+                version, "policy", replicas, JOIN_TIMEOUT_S, self._context.stop
+            ):
                 self._context.metrics.counter("weight_receivers_evicted_total").inc()
                 self._context.log.warning("weight receiver given up", receiver=name, version=version)
         self._context.metrics.gauge("policy_version").set(version)

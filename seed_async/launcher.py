@@ -6,6 +6,7 @@ SIGTERM: the first ends the children in order, the second kills them at once. No
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -126,6 +127,7 @@ def prepare(topology: Topology, run_dir: RunDir) -> None:
     """Empty the run directory, write the resolved topology, and claim it. Raises LaunchError."""
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
+        _claim(run_dir)
         # The directory itself stays: it may be a mount point.
         for entry in run_dir.root.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -137,11 +139,20 @@ def prepare(topology: Topology, run_dir: RunDir) -> None:
         _remove_shared(run_dir)
         run_dir.sockets().mkdir(parents=True, mode=0o700)
         run_dir.topology.write_text(dump_topology(topology), encoding="utf-8")
-        # Exclusive creation: of two launchers started at the same moment, one loses here.
-        with run_dir.launcher.open("x", encoding="utf-8") as file:
+        with run_dir.launcher.open("w", encoding="utf-8") as file:
             json.dump({"pid": os.getpid(), "process_started_at_s": psutil.Process().create_time()}, file)
     except OSError as error:
         raise LaunchError(f"{run_dir.root} cannot be written: {error.strerror} ({error.filename})") from error
+
+
+def _claim(run_dir: RunDir) -> None:
+    """Lock the run directory for as long as this process lives. Raises LaunchError when another launcher has it."""
+    descriptor = os.open(run_dir.root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise LaunchError(f"{run_dir.root} is being started by another launcher") from error
 
 
 def _remove_shared(run_dir: RunDir) -> None:

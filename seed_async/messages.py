@@ -71,7 +71,7 @@ class LeaseGrant(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """An application heartbeat; `progress` counts environment steps, so a hung actor does not look alive."""
+    """An application heartbeat; `progress` counts what the playing loop did, so a hung actor does not look alive."""
 
     actor: str
     incarnation: str
@@ -211,13 +211,6 @@ class Batch(Message, frozen=True):
     samples: tuple[Sample, ...]
 
 
-class StaleReport(Message, frozen=True):
-    """Trajectories that the learner's own check before the forward pass refused; the buffer counts them."""
-
-    version: int
-    trajectory_ids: tuple[str, ...]
-
-
 class RunFinished(Message, frozen=True):
     """The learner has made its last update; answered (`Finished`) once the final evaluation is done."""
 
@@ -273,12 +266,6 @@ class GenerateReply(Message, frozen=True):
     finish_reason: FinishReason
     cached_tokens: int
     error: str = ""
-
-
-class CancelRequest(Message, frozen=True):
-    """The asker no longer wants `request_id`."""
-
-    request_id: str
 
 
 # Weight receiver <-> publisher -----------------------------------------------------------------------------------

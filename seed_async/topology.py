@@ -1,6 +1,6 @@
 """The topology: everything that a run is, as frozen models. Unknown keys are refused; derived numbers are properties.
 
-Each field says what it is, its unit and why the default is what it is. `topology_file` reads it from YAML.
+Fields whose name does not say it all state what they are, their unit and why. `topology_file` reads it from YAML.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ RoomKind = Literal["kitchen", "living_room", "bedroom", "bathroom"]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused, ."""
+    """Base of every section: frozen, unknown keys refused, defaults checked."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -34,7 +34,7 @@ class Run(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
     seed: NonNegative = 0
-    """Every random choice of the run derives from it: games, leases, sampling, initial weights."""
+    """Order of games, sampling, Stage 1 and initial weights derive from it; the games themselves do not."""
     dir: Path = Path("runs")
     updates: Positive = 150
     """The run ends after this many updates (the paper's 150 for ALFWorld) ..."""
@@ -50,9 +50,9 @@ class GeneratedGames(Section):
     train: Positive = 2000
     valid_seen: Positive = 140
     valid_unseen: Positive = 140
-    min_receptacles: Positive = 4
-    max_receptacles: Positive = 8
-    num_objects: Positive = 6
+    min_receptacles: Annotated[int, Field(ge=4, le=20)] = 4
+    max_receptacles: Annotated[int, Field(ge=4, le=20)] = 8
+    num_objects: Annotated[int, Field(ge=2, le=40)] = 6
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -91,7 +91,7 @@ class TinyModel(Section):
     layers: Positive = 4
     heads: Positive = 4
     intermediate_size: Positive = 384
-    vocabulary_size: Annotated[int, Field(ge=300)] = 1024
+    vocabulary_size: Annotated[int, Field(ge=400)] = 1024
     max_context_tokens: Positive = 2048
 
     @model_validator(mode="after")
@@ -271,7 +271,7 @@ class Buffer(Section):
     """The replay-free buffer of leases and finished groups."""
 
     max_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
-    """Back-pressure starts here: no lease is granted while more than this is held."""
+    """Back-pressure starts here: no further group is opened while more is held, beyond the one batch that trains."""
     lease_timeout_s: Seconds = 30.0
     """A lease whose actor sent no beat with progress for this long returns and is granted to another."""
     max_tries: Positive = 3

@@ -28,7 +28,8 @@ from tests.unit.learner.builders import gradients
 
 TOPOLOGY = """
 env: {max_steps: 5, generated: {train: 20, max_receptacles: 5, num_objects: 4}}
-model: {init: {hidden_size: 32, layers: 2, heads: 2, intermediate_size: 64, vocabulary_size: 600, max_context_tokens: 1024}}
+model:
+  init: {hidden_size: 32, layers: 2, heads: 2, intermediate_size: 64, vocabulary_size: 600, max_context_tokens: 1024}
 stage1: {demonstrations: 20, analysis_rows: 5}
 rollout: {groups_per_update: 2, group_size: 2, prompt_style: compact, max_context_tokens: 512, max_response_tokens: 8}
 analysis: {prompt_style: compact, max_context_tokens: 1024, max_output_tokens: 64}
@@ -91,7 +92,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Topology, Path, 
 def test_the_learner_scores_fresh_samples_as_the_sampler_did(recorded: tuple[Topology, Path, Batch]) -> None:
     """In float32 the two differ by numeric noise: mean below 1e-4."""
     topology, checkpoint, batch = recorded
-    rows, _ = update_batch(batch.samples, 0, ChatTokenizer.load(checkpoint), topology)
+    rows, _ = update_batch(batch.samples, 0, ChatTokenizer.load(checkpoint), topology, 1024)
     policy, reference = load_policy(checkpoint), load_policy(checkpoint)
     metrics = update(rows, loss_config(topology), policy, reference, torch.optim.SGD(policy.parameters(), lr=0.0))
     assert metrics["response_tokens"] == sum(
@@ -108,7 +109,7 @@ def test_loss_and_gradient_equal_a_straight_unpacked_reference(
 ) -> None:
     """Packed float32 against one plain float64 forward pass a trajectory."""
     topology, checkpoint, batch = recorded
-    rows, _ = update_batch(batch.samples, 0, ChatTokenizer.load(checkpoint), topology)
+    rows, _ = update_batch(batch.samples, 0, ChatTokenizer.load(checkpoint), topology, 1024)
     config = dataclasses.replace(loss_config(topology), method=method, opd_coef=0.5, token_budget=300)
     policy, reference = load_policy(checkpoint), load_policy(checkpoint)
     with torch.no_grad():

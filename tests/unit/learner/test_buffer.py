@@ -388,19 +388,6 @@ def test_a_group_with_one_stale_member_is_dropped_whole_and_its_place_returns() 
     assert balanced(buffer)
 
 
-def test_what_the_learner_refuses_moves_from_trained_to_dropped_and_frees_its_places() -> None:
-    """Otherwise admission would close for ever."""
-    buffer = open_buffer()
-    play(buffer, buffer.grant("a", "a1", 4, 0.0))
-    analyse_all(buffer)
-    assert len(buffer.take_batch(0)) == 4
-    assert len(buffer.grant("a", "a1", 1000, 0.0)) == 4
-    buffer.learner_refused(4)
-    assert len(buffer.grant("a", "a1", 1000, 0.0)) == 4
-    assert balanced(buffer)
-    assert buffer.accounting()["trained"] == 0
-
-
 def test_closing_reports_what_was_never_used() -> None:
     """Every accepted trajectory has exactly one fate."""
     fates: Fates = []

@@ -47,7 +47,9 @@ def test_loss_falls_on_trained_responses_and_their_end_only() -> None:
     end = np.array(chat.eos_ids[:1], dtype=np.int32)
     expected = [chat.encode("first"), end, chat.encode("third"), end]
     np.testing.assert_array_equal(learnt, np.concatenate(expected))
-    assert row.turn_index.tolist() == [0] * (expected[0].size + 1) + [2] * (expected[2].size + 1)
+    mistake = np.append(chat.encode("mistake"), chat.eos_ids[0])
+    unweighted = row.token_ids[row.weights(0.3) == 0]
+    np.testing.assert_array_equal(unweighted, np.append(row.token_ids[:1], mistake))
 
 
 def test_a_row_has_the_ids_of_the_rendered_chat() -> None:
