@@ -91,7 +91,7 @@ class TinyModel(Section):
     layers: Positive = 4
     heads: Positive = 4
     intermediate_size: Positive = 384
-    vocabulary_size: Annotated[int, Field(ge=400)] = 1024
+    vocabulary_size: Annotated[int, Field(ge=300)] = 1024
     max_context_tokens: Positive = 2048
 
     @model_validator(mode="after")

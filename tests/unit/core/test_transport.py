@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from seed_async import transport
 from seed_async.codec import encode
-from seed_async.messages import PROTOCOL_VERSION, Ack, CancelRequest, Finished, GenerateReply, Message
+from seed_async.messages import PROTOCOL_VERSION, Ack, AnalysisRequest, Finished, GenerateReply, Message
 from seed_async.transport import (
     AsyncClient,
     Client,
@@ -34,13 +34,13 @@ from seed_async.transport import (
 LOOPBACK = "tcp://127.0.0.1:0"
 
 
-def ask(name: str) -> CancelRequest:
-    return CancelRequest(request_id=name)
+def ask(name: str) -> AnalysisRequest:
+    return AnalysisRequest(analyzer=name, max_jobs=1)
 
 
 def asked(request: Request) -> str:
-    assert isinstance(request.message, CancelRequest)
-    return request.message.request_id
+    assert isinstance(request.message, AnalysisRequest)
+    return request.message.analyzer
 
 
 def big_reply(num_tokens: int) -> GenerateReply:
@@ -160,7 +160,7 @@ def test_call_keeps_the_replies_to_other_requests_for_poll(server: Server, clien
 
 
 def test_a_timeout_names_the_endpoint_and_the_message_and_abandons_the_request(server: Server, client: Client) -> None:
-    with pytest.raises(TransportTimeoutError, match=f"CancelRequest from {server.endpoint} within 0.2 s"):
+    with pytest.raises(TransportTimeoutError, match=f"AnalysisRequest from {server.endpoint} within 0.2 s"):
         client.call(ask("x"), 0.2)
     one_request(server).reply(Ack())
     assert client.poll(0.2) == []
@@ -544,7 +544,7 @@ def test_async_calls_survive_a_restart_of_the_server(tmp_path: Path) -> None:
 def test_an_async_timeout_names_the_endpoint_and_leaves_nothing_pending(server: Server) -> None:
     async def scenario() -> None:
         with contextlib.closing(AsyncClient(server.endpoint, "asker")) as client:
-            with pytest.raises(TransportTimeoutError, match=f"CancelRequest from {server.endpoint} within 0.1 s"):
+            with pytest.raises(TransportTimeoutError, match=f"AnalysisRequest from {server.endpoint} within 0.1 s"):
                 await client.call(ask("x"), 0.1)
             assert not client._requester.pending
 
