@@ -289,8 +289,8 @@ server = Server(endpoint)
 with open(path, "a") as log:
     while True:
         for request in server.poll(1.0):
-            print(request.message.request_id, file=log, flush=True)
-            request.reply(Ack(detail=request.message.request_id))
+            print(request.message.analyzer, file=log, flush=True)
+            request.reply(Ack(detail=request.message.analyzer))
 """
 
 
