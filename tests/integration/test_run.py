@@ -118,6 +118,17 @@ def test_killed_actors_and_a_killed_policy_server_do_not_stop_the_run(tmp_path: 
     assert_gone(roles.values())
 
 
+def test_a_run_that_ends_by_its_time_limit_books_no_batch_that_was_not_trained(tmp_path: Path) -> None:
+    run_dir = tmp_path / "boxes"
+    process = launch(run_dir, "run.updates=1000", "run.max_minutes=0.1")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert_counts_add_up(run_dir)
+    updates = len(lines(run_dir / "metrics.jsonl"))
+    assert 0 < updates < 1000
+    assert lines(run_dir / "evaluations.jsonl")[-1]["version"] == updates
+
+
 def test_ctrl_c_ends_a_run_cleanly_and_leaves_no_process(tmp_path: Path) -> None:
     run_dir = tmp_path / "boxes"
     process = launch(run_dir, "run.updates=1000")
