@@ -5,7 +5,7 @@ rule-based annotator analyses. Everything is written as readable JSON lines, by 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,18 +40,13 @@ class Played(NamedTuple):
     won: bool
 
 
-def play_expert(
-    suite: Suite, environment: Environment, task: str, mistake_rate: float, rng: np.random.Generator
+def _play(
+    environment: Environment, observation: Observation, choose: Callable[[Observation], tuple[str, bool]]
 ) -> Played:
-    """Play the expert, each command replaced by a random admissible one with probability `mistake_rate`."""
-    expert = suite.expert()
-    observation = environment.reset(task)
-    expert.reset(observation)
+    """Play an opened game to its end; `choose` gives each command and whether the expert chose it."""
     played = Played([], [], [], [], won=False)
     while True:
-        command, by_expert = expert.act(observation), True
-        if observation.admissible and rng.random() < mistake_rate:
-            command, by_expert = str(rng.choice(observation.admissible)), False
+        command, by_expert = choose(observation)
         result = environment.step(command)
         played.observations.append(observation)
         played.commands.append(command)
@@ -62,20 +57,27 @@ def play_expert(
             return played._replace(won=observation.info.won)
 
 
+def play_expert(
+    suite: Suite, environment: Environment, task: str, mistake_rate: float, rng: np.random.Generator
+) -> Played:
+    """Play the expert, each command replaced by a random admissible one with probability `mistake_rate`."""
+    expert = suite.expert()
+    opening = environment.reset(task)
+    expert.reset(opening)
+
+    def choose(observation: Observation) -> tuple[str, bool]:
+        command = expert.act(observation)
+        if observation.admissible and rng.random() < mistake_rate:
+            return str(rng.choice(observation.admissible)), False
+        return command, True
+
+    return _play(environment, opening, choose)
+
+
 def play_solution(suite: Suite, environment: Environment, task: str) -> Played:
-    """Play the game's own solution, as far as the step limit lets it."""
-    played = Played([], [], [], [], won=False)
-    observation = environment.reset(task)
-    for command in suite.solution(task):
-        result = environment.step(command)
-        played.observations.append(observation)
-        played.commands.append(command)
-        played.by_expert.append(True)
-        played.valid.append(result.observation.info.valid)
-        observation = result.observation
-        if result.terminated or result.truncated:
-            break
-    return played._replace(won=observation.info.won)
+    """Play the game's own solution, which ends the game, as far as the step limit lets it."""
+    commands = iter(suite.solution(task))
+    return _play(environment, environment.reset(task), lambda _: (next(commands), True))
 
 
 def _steps(played: Played) -> list[Step]:
