@@ -12,7 +12,7 @@ import numpy as np
 from seed_async.envs.contract import Environment
 from seed_async.messages import GenerateReply, TrajectoryStatus, Turn
 from seed_async.ports import RequestKind, Sampling
-from seed_async.prompts import FirstPrompt, first_prompt, next_prompt, parse_action
+from seed_async.prompts import first_prompt, next_prompt, parse_action
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Rollout
 
@@ -33,11 +33,14 @@ class Generator(Protocol):
 
 
 class Episode(NamedTuple):
-    """A finished episode; `first` is the first user message, `episode_return` the sum of unscaled rewards."""
+    """A finished episode.
+
+    `task_line` is the line of its prompts that holds the task, `episode_return` the sum of unscaled rewards.
+    """
 
     task: str
     task_type: str
-    first: FirstPrompt
+    task_line: str
     turns: tuple[Turn, ...]
     status: TrajectoryStatus
     episode_return: float
@@ -87,6 +90,7 @@ class EpisodePlayer:
                     action=action.command,
                     parsed=action.parsed,
                     valid=action.parsed and info.valid,
+                    opening="" if turns else first.text,
                     prompt_ids=prompt_ids,
                     response_ids=reply.token_ids,
                     behaviour_logprob=reply.logprobs,
@@ -108,7 +112,7 @@ class EpisodePlayer:
                 f"the first prompt of {task_id} has {context.size} tokens: with a response, more than the context"
             )
         info = observation.info
-        return Episode(info.task, info.task_type, first, tuple(turns), status, episode_return)
+        return Episode(info.task, info.task_type, first.task_line, tuple(turns), status, episode_return)
 
     def _sampling(self, seed: int, turn: int) -> Sampling:
         return Sampling(

@@ -42,6 +42,6 @@ def plain_row(trajectory: Trajectory) -> TokenRow:
 def skill_row(trajectory: Trajectory, skill: str, tokenizer: ChatTokenizer) -> TokenRow:
     """The same response ids in the skill-augmented context: only the first prompt differs."""
     turns = trajectory.turns
-    opening = tokenizer.first_prompt(insert_skill(trajectory.first_user, trajectory.task_line, skill))
+    opening = tokenizer.first_prompt(insert_skill(turns[0].opening, trajectory.task_line, skill))
     prompts = [opening, *(turn.prompt_ids for turn in turns[1:])]
     return transcript_row(prompts, [turn.response_ids for turn in turns])

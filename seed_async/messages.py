@@ -11,7 +11,7 @@ import numpy as np
 
 from seed_async.ports import FinishReason, RequestKind, Sampling
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 TrajectoryStatus = Literal["won", "lost", "truncated"]
 AckStatus = Literal["accepted", "duplicate", "fenced", "refused"]
@@ -89,9 +89,11 @@ class EpisodeFailed(Message, frozen=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One environment step of a trajectory.
 
-    `prompt_ids` int32 [P] are the ids appended before the response (the whole first prompt at turn 0),
-    `response_ids` int32 [T] the sampled ids, `behaviour_logprob` float32 [T], `versions` int32 [T].
-    `parsed`: one action was found in the response; `valid`: the environment understood it as well.
+    `prompt_ids` int32 [P] are the ids appended before the response, or the whole prompt where the turn opens a new
+    context; `opening` is then the text of its user message, in which a skill can be inserted. It is empty where the
+    turn continues the context of the one before. `response_ids` int32 [T] are the sampled ids, `behaviour_logprob`
+    float32 [T], `versions` int32 [T]. `parsed`: one action was found in the response; `valid`: the environment
+    understood it as well.
     """
 
     observation: str
@@ -99,6 +101,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     action: str
     parsed: bool
     valid: bool
+    opening: str = ""
     prompt_ids: np.ndarray
     response_ids: np.ndarray
     behaviour_logprob: np.ndarray
@@ -106,10 +109,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Trajectory(Message, frozen=True):
-    """A finished episode in the transcript layout, ids kept as sampled.
+    """A finished episode, ids kept as sampled; its first turn opens a context, and so may later ones.
 
-    `first_user` is the text of the first user message and `task_line` the line of it that holds the task: what skill
-    insertion needs. `episode_return` is the sum of unscaled rewards.
+    `task_line` is the line of each opening message that holds the task: where a skill is inserted. `episode_return` is
+    the sum of unscaled rewards.
     """
 
     trajectory_id: str
@@ -122,7 +125,6 @@ class Trajectory(Message, frozen=True):
     task: str
     task_type: str
     vocabulary: str
-    first_user: str
     task_line: str
     turns: tuple[Turn, ...]
     status: TrajectoryStatus
@@ -162,12 +164,20 @@ class AnalysisJobs(Message, frozen=True):
     trajectories: tuple[Trajectory, ...]
 
 
+class StepSkill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A skill for one step of a trajectory (method opid); `step` counts from 0."""
+
+    step: int
+    skill: str
+
+
 class Skill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parsed hindsight analysis and the weight version that wrote it."""
 
     episode_summary: str
     episode_skill: str
     version: int
+    step_skills: tuple[StepSkill, ...] = ()
 
 
 class SkillResult(Message, frozen=True):

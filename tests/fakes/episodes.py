@@ -22,19 +22,25 @@ def small_topology(**sections: Any) -> Topology:
     return Topology.model_validate(given | sections)
 
 
-def make_turn(versions: Sequence[int], *, valid: bool = True, prompt: Sequence[int] = (1, 2, 3)) -> Turn:
+OPENING = "Task: find the mug.\nYou see a mug."
+
+
+def make_turn(
+    versions: Sequence[int], *, valid: bool = True, prompt: Sequence[int] = (1, 2, 3), **changes: Any
+) -> Turn:
     """One turn with a response token for each version."""
-    return Turn(
-        observation="You see a mug.",
-        response="<action>take mug</action>",
-        action="take mug",
-        parsed=True,
-        valid=valid,
-        prompt_ids=np.array(prompt, dtype=np.int32),
-        response_ids=np.arange(5, 5 + len(versions), dtype=np.int32),
-        behaviour_logprob=-np.ones(len(versions), dtype=np.float32),
-        versions=np.array(versions, dtype=np.int32),
-    )
+    fields: dict[str, Any] = {
+        "observation": "You see a mug.",
+        "response": "<action>take mug</action>",
+        "action": "take mug",
+        "parsed": True,
+        "valid": valid,
+        "prompt_ids": np.array(prompt, dtype=np.int32),
+        "response_ids": np.arange(5, 5 + len(versions), dtype=np.int32),
+        "behaviour_logprob": -np.ones(len(versions), dtype=np.float32),
+        "versions": np.array(versions, dtype=np.int32),
+    }
+    return Turn(**(fields | changes))
 
 
 def make_trajectory(
@@ -58,9 +64,8 @@ def make_trajectory(
         "task": "find the mug.",
         "task_type": "find",
         "vocabulary": "move",
-        "first_user": "Task: find the mug.\nYou see a mug.",
         "task_line": "Task: find the mug.",
-        "turns": tuple(turns) if turns is not None else (make_turn([version, version]),),
+        "turns": tuple(turns) if turns is not None else (make_turn([version, version], opening=OPENING),),
         "status": status,
         "episode_return": 1.0,
         "started_at_s": 1.0,

@@ -41,7 +41,8 @@ def test_a_won_episode_keeps_what_was_said_and_seen() -> None:
     assert (episode.status, episode.episode_return, episode.task_type) == ("won", 1.0, "corridor")
     assert corridor.commands == ["go", "go"] and len(steps) == 2
     assert [turn.observation for turn in episode.turns] == ["You are at door 0.", "You are at door 1."]
-    assert episode.first.text.split("\n") == [episode.first.task_line, "You are at door 0."]
+    assert episode.turns[0].opening.split("\n") == [episode.task_line, "You are at door 0."]
+    assert not any(turn.opening for turn in episode.turns[1:])
     assert all(turn.parsed and turn.valid and turn.response == GO for turn in episode.turns)
 
 

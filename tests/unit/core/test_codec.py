@@ -38,7 +38,6 @@ def make_trajectory(num_turns: int = 3, num_tokens: int = 5) -> Trajectory:
         task="find the mug",
         task_type="look",
         vocabulary="small",
-        first_user="u",
         task_line="l",
         turns=tuple(make_turn(num_tokens) for _ in range(num_turns)),
         status="won",

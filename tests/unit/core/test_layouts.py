@@ -25,13 +25,13 @@ def test_a_prompt_without_its_response_is_refused() -> None:
         transcript_row([np.zeros(1, np.int32)] * 2, [np.zeros(1, np.int32)])
 
 
-def episode(first_user: str) -> Trajectory:
-    """Two turns whose first prompt is really that of `first_user`."""
+def episode(opening: str) -> Trajectory:
+    """Two turns whose first prompt is really that of `opening`."""
     chat = tiny_chat()
-    opening = chat.first_prompt(first_user).tolist()
+    first = chat.first_prompt(opening).tolist()
     later = chat.next_prompt("Nothing happens.", after_eos=True).tolist()
-    turns = [make_turn([0, 0], prompt=opening), make_turn([0, 1, 1], prompt=later)]
-    return make_trajectory(make_lease(), "i", turns, first_user=first_user)
+    turns = [make_turn([0, 0], prompt=first, opening=opening), make_turn([0, 1, 1], prompt=later)]
+    return make_trajectory(make_lease(), "i", turns)
 
 
 def test_the_plain_row_is_what_was_acted() -> None:
@@ -41,10 +41,10 @@ def test_the_plain_row_is_what_was_acted() -> None:
     np.testing.assert_array_equal(plain_row(trajectory).token_ids, np.concatenate(expected))
 
 
-@pytest.mark.parametrize("first_user", ["Task: find the mug.\nYou see a mug.", "no line holds the task"])
-def test_the_skill_row_differs_in_its_first_prompt_only(first_user: str) -> None:
+@pytest.mark.parametrize("opening", ["Task: find the mug.\nYou see a mug.", "no line holds the task"])
+def test_the_skill_row_differs_in_its_first_prompt_only(opening: str) -> None:
     """Oracle (d): the response ids, and everything after the first prompt, are equal in both contexts."""
-    trajectory = episode(first_user)
+    trajectory = episode(opening)
     plain, skill = plain_row(trajectory), skill_row(trajectory, "look first", tiny_chat())
     np.testing.assert_array_equal(plain.token_ids[plain.response_mask], skill.token_ids[skill.response_mask])
     np.testing.assert_array_equal(plain.turn_index, skill.turn_index)
