@@ -17,7 +17,6 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from seed_async import transport
 from seed_async.codec import encode
 from seed_async.messages import PROTOCOL_VERSION, Ack, AnalysisRequest, Finished, GenerateReply, Message
 from seed_async.transport import (
@@ -30,6 +29,7 @@ from seed_async.transport import (
     Server,
     TransportTimeoutError,
 )
+from seed_async.transport import server as server_module
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -245,7 +245,7 @@ def test_the_server_forgets_replies_that_the_client_has(server: Server) -> None:
 def test_kept_replies_are_bounded_and_a_forgotten_one_does_not_run_its_request_again(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "MAX_CACHED_REPLIES", 2)
+    monkeypatch.setattr(server_module, "MAX_CACHED_REPLIES", 2)
     with raw_peer(server.endpoint) as peer:
         for sequence in range(1, 5):
             peer.send_multipart([header(sequence), *encode(ask("x"))])
@@ -257,7 +257,7 @@ def test_kept_replies_are_bounded_and_a_forgotten_one_does_not_run_its_request_a
 
 
 def test_kept_replies_are_bounded_in_bytes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_CACHED_REPLY_BYTES", 10_000)
+    monkeypatch.setattr(server_module, "MAX_CACHED_REPLY_BYTES", 10_000)
     with raw_peer(server.endpoint) as peer:
         for sequence in range(1, 6):
             peer.send_multipart([header(sequence), *encode(ask("x"))])
@@ -268,7 +268,7 @@ def test_kept_replies_are_bounded_in_bytes(server: Server, monkeypatch: pytest.M
 
 
 def test_the_least_recently_heard_idle_peer_is_forgotten(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_PEERS", 2)
+    monkeypatch.setattr(server_module, "MAX_PEERS", 2)
     for identity in (b"open", b"idle", b"new"):
         with raw_peer(server.endpoint, identity) as peer:
             peer.send_multipart([header(), *encode(ask("x"))])
