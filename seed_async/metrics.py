@@ -54,6 +54,18 @@ FAMILIES: dict[str, Family] = {
     "sampler_gap_max": Family("gauge", "Largest absolute log-prob gap of sampler and learner on fresh samples."),
     "opd_gate_mean": Family("gauge", "Mean distillation gate over the tokens of the last batch."),
     "opd_active_ratio": Family("gauge", "Share of the last batch's trajectories with a distillation term."),
+    "opd_gate_above_half_ratio": Family("gauge", "Share of the tokens with a skill that the skill makes likelier."),
+    "opd_gap_nats": Family("gauge", "Log-prob shift under the skill in the last batch: mean, rms.", ("statistic",)),
+    "opd_staleness_bias_ratio": Family(
+        "gauge", "Bias over signal of an unweighted distillation term; above 0.3 the importance weight is needed."
+    ),
+    "masked_rows_total": Family("counter", "Rows without a distillation term that should have one.", ("reason",)),
+    "kl_nats": Family("gauge", "Mean k3 estimate of the divergence from the reference in the last batch."),
+    "clip_ratio": Family("gauge", "Share of the last batch's tokens at a clip: ratio, dual.", ("bound",)),
+    "importance_weight": Family("gauge", "Truncated importance weights of the last batch: mean, max.", ("statistic",)),
+    "importance_truncated_ratio": Family("gauge", "Share of the last batch's tokens whose weight was truncated."),
+    "effective_sample_ratio": Family("gauge", "Effective sample size over the tokens of the last batch."),
+    "zero_variance_groups": Family("gauge", "Groups of the last batch whose advantages are all 0."),
     # Buffer
     "trajectories_total": Family(
         "counter",

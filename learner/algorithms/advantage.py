@@ -67,3 +67,55 @@ def group_advantage(
             centred = score[rows] - mean[group]
             advantage[rows] = centred / (std[group] + STD_EPSILON) if divide_by_std else centred
     return GroupAdvantage(advantage, mean, std, informative)
+
+
+def discounted_returns(rewards: Vector, row_trajectory: Vector, discount: float) -> np.ndarray:
+    """What each row still gains: G_t = r_t + discount G_{t+1} within its trajectory; float64 [rows].
+
+    Source: algorithm specification, section 6 (gigpo). Shapes: both inputs [rows]; the rows of a trajectory are in the
+    order of time, but need not be next to each other.
+    """
+    gained = np.asarray(rewards, dtype=np.float64).copy()
+    if not np.isfinite(gained).all():
+        raise ValueError("rewards must be finite")
+    following: dict[object, int] = {}
+    trajectory = np.asarray(row_trajectory).tolist()
+    for row in reversed(range(gained.size)):
+        if trajectory[row] in following:
+            gained[row] += discount * gained[following[trajectory[row]]]
+        following[trajectory[row]] = row
+    return gained
+
+
+def step_advantage(
+    step_returns: Vector,
+    invalid: Vector,
+    group_ids: Vector,
+    observation_ids: Vector,
+    *,
+    penalty: float,
+    divide_by_std: bool,
+    statistics: Statistics,
+) -> GroupAdvantage:
+    """Advantage of each row among the rows of its group that saw an equal observation (its anchor).
+
+    A = (S - mean_anchor) / (std_anchor + 1e-6), S = G - penalty * invalid: the formula of `group_advantage`, whose
+    groups are here the anchors and whose samples are single rows, so that a trajectory which comes back to an
+    observation is compared with itself too. Under the statistics `trajectories` mean and population std are those of G.
+    An observation seen once, or with equal scores, gives 0. The groups of the result are the anchors.
+
+    Source: algorithm specification, section 6 (gigpo). Shapes: all inputs [rows]; `step_returns` G are discounted
+    returns, `observation_ids` integers that are equal where the observations are.
+    """
+    group = np.unique(np.asarray(group_ids), return_inverse=True)[1].reshape(-1)
+    seen = np.asarray(observation_ids, dtype=np.int64)
+    anchors = np.unique(np.stack([group, seen], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    return group_advantage(
+        step_returns,
+        invalid,
+        anchors,
+        np.arange(seen.size),
+        penalty=penalty,
+        divide_by_std=divide_by_std,
+        statistics=statistics,
+    )

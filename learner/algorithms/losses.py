@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from seed_async.learner.algorithms.methods import DistillationTerm
 from seed_async.learner.algorithms.terms import (
     Distillation,
     Gate,
@@ -15,6 +16,8 @@ from seed_async.learner.algorithms.terms import (
     masked_mean,
     policy_loss,
     require_finite,
+    reverse_kl_to_skill,
+    skill_advantage,
 )
 
 # How the staleness bias of the distillation term compares with its signal, per unit of rms(log ratio) / rms(delta):
@@ -25,8 +28,8 @@ STALENESS_BIAS_FACTOR = 0.4
 class TokenLogprobs(NamedTuple):
     """The log-probs of the same response tokens under each set of weights, each [T]; only `current` has a gradient.
 
-    `behaviour` None: synchronous, every importance weight is 1. `reference` None: no KL term. `skill` None: no
-    distillation term; otherwise it is read only where the skill mask is set.
+    `behaviour` None: synchronous, every importance weight is 1. `reference` None: no KL term. `skill` None: no token
+    has a skill; otherwise it is read only where the skill mask is set.
     """
 
     current: torch.Tensor
@@ -81,13 +84,16 @@ def seed_loss(
     importance_cap: float,
     beta: float,
     gate: Gate,
+    distillation: DistillationTerm,
     distillation_coef: float,
+    skill_advantage_coef: float,
     kl_coef: float,
     entropy_coef: float,
 ) -> SeedLoss:
-    """L = mean_m[w pg] - c_ent mean_m[entropy] + c_kl mean_m[k3] + lambda L_opd.
+    """L = mean_m[w pg(A + c_skill m u (skill - proximal))] - c_ent mean_m[entropy] + c_kl mean_m[k3] + lambda L_d.
 
-    L_opd = sum(m u w g (sg(skill) - current)) / sum(m u); the terms are those of `terms.py`.
+    L_d is the distillation term, a mean over m u: `gated`, sum(m u w g (sg(skill) - current)) / sum(m u);
+    `reverse_kl`, sum(m u w rho sg(current - skill)) / sum(m u); or `none`. The terms are those of `terms.py`.
 
     Source: algorithm specification, section 6. All vectors [T]; `response_mask` is m and `skill_mask` is u, bool. The
     denominators are the token counts of m and of m u over the whole optimizer batch, of which these T tokens may be any
@@ -99,22 +105,42 @@ def seed_loss(
     # Synchronous sampling is the case of a behaviour equal to the proximal policy: every weight is exactly 1.
     behaviour = logprobs.proximal if logprobs.behaviour is None else logprobs.behaviour
     importance = importance_weight(logprobs.proximal, behaviour, importance_cap)
+    if logprobs.skill is not None and skill_advantage_coef:
+        advantage = skill_advantage(advantage, logprobs.skill, logprobs.proximal, active, skill_advantage_coef)
     policy = policy_loss(current, logprobs.proximal, advantage, clip, dual_clip)
     policy_mean = masked_mean(importance.weight * policy.value, mask, response_denominator)
     entropy_mean = masked_mean(entropy, mask, response_denominator)
     total = policy_mean - entropy_coef * entropy_mean
-    kl = opd = None
-    kl_mean = opd_mean = torch.zeros_like(policy_mean)
+    kl = term = None
+    kl_mean = distillation_mean = torch.zeros_like(policy_mean)
     if logprobs.reference is not None:
         kl = kl_to_reference(current, logprobs.reference)
         kl_mean = masked_mean(kl, mask, response_denominator)
         total = total + kl_coef * kl_mean
     if logprobs.skill is not None:
-        opd = gated_distillation(current, logprobs.skill, importance.weight, active, beta, gate)
-        opd_mean = masked_mean(opd.value, active, skill_denominator)
-        total = total + distillation_coef * opd_mean
-    sums = _metric_sums(policy, importance, entropy, kl, opd, mask, active, beta)
-    return SeedLoss(total, policy_mean.detach(), entropy_mean.detach(), kl_mean.detach(), opd_mean.detach(), sums)
+        term = _distillation(distillation, logprobs, logprobs.skill, importance.weight, active, beta, gate)
+        distillation_mean = masked_mean(term.value, active, skill_denominator)
+        total = total + distillation_coef * distillation_mean
+    sums = _metric_sums(policy, importance, entropy, kl, term, mask, active, beta)
+    return SeedLoss(
+        total, policy_mean.detach(), entropy_mean.detach(), kl_mean.detach(), distillation_mean.detach(), sums
+    )
+
+
+def _distillation(
+    kind: DistillationTerm,
+    logprobs: TokenLogprobs,
+    skill: torch.Tensor,
+    weight: torch.Tensor,
+    active: torch.Tensor,
+    beta: float,
+    gate: Gate,
+) -> Distillation:
+    """The distillation term by its name; `none` has the value 0 and still reports the shift of the skill."""
+    if kind == "gated":
+        return gated_distillation(logprobs.current, skill, weight, active, beta, gate)
+    term = reverse_kl_to_skill(logprobs.current, logprobs.proximal, skill, weight, active)
+    return term if kind == "reverse_kl" else term._replace(value=torch.zeros_like(term.delta))
 
 
 def _metric_sums(
@@ -122,15 +148,15 @@ def _metric_sums(
     importance: ImportanceWeight,
     entropy: torch.Tensor,
     kl: torch.Tensor | None,
-    opd: Distillation | None,
+    term: Distillation | None,
     mask: torch.Tensor,
     active: torch.Tensor,
     beta: float,
 ) -> MetricSums:
     """Sum each monitored vector over its mask; a missing term counts as zeros."""
     zeros = torch.zeros_like(importance.weight)
-    gate, delta = (zeros, zeros) if opd is None else (opd.gate, opd.delta)
-    active = torch.zeros_like(active) if opd is None else active
+    gate, delta = (zeros, zeros) if term is None else (term.gate, term.delta)
+    active = torch.zeros_like(active) if term is None else active
 
     def add_up(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         return torch.where(where, values.detach(), 0).sum()
@@ -163,13 +189,16 @@ def add_sums(parts: list[MetricSums]) -> MetricSums:
 def metrics_from_sums(sums: MetricSums) -> dict[str, torch.Tensor]:
     """Means, fractions and root mean squares [] from the sums; a quantity without tokens is 0.
 
-    `effective_sample_share` = (sum w)^2 / (tokens sum w^2), 1 when all weights are equal. `staleness_bias_ratio` =
-    0.4 rms(log ratio) / rms(delta), the bias of an unweighted distillation term over its signal.
-    `gate_above_half_fraction` counts sigmoid(beta delta) before a variant changes it; `gate_mean` is the gate applied.
+    `effective_sample_tokens` = (sum w)^2 / sum w^2; its share of the tokens is 1 when all weights are equal.
+    `staleness_bias_ratio` = 0.4 rms(log ratio) / rms(delta), the bias of an unweighted distillation term over its
+    signal.
+    `gate_above_half_fraction` counts sigmoid(beta delta) before a variant changes it; `gate_mean` is the gate applied,
+    1 for a term without one. `delta` is the log-prob shift of the skill, skill - current, on the tokens that have one.
     """
     tokens, active = sums.tokens.clamp(min=1), sums.skill_tokens.clamp(min=1)
     log_ratio_rms = (sums.log_ratio_square / tokens).sqrt()
     delta_rms = (sums.delta_square / active).sqrt()
+    effective_tokens = sums.weight.square() / sums.weight_square.clamp(min=1e-12)
     has_shift = delta_rms > 0
     return {
         "clip_fraction": sums.clipped / tokens,
@@ -177,11 +206,14 @@ def metrics_from_sums(sums: MetricSums) -> dict[str, torch.Tensor]:
         "weight_mean": sums.weight / tokens,
         "weight_max": sums.weight_max,
         "weight_truncated_tokens": sums.truncated,
-        "effective_sample_share": sums.weight.square() / (tokens * sums.weight_square).clamp(min=1e-12),
+        "weight_truncated_fraction": sums.truncated / tokens,
+        "effective_sample_share": effective_tokens / tokens,
+        "effective_sample_tokens": effective_tokens,
         "log_ratio_rms": log_ratio_rms,
         "kl": sums.kl / tokens,
         "entropy": sums.entropy / tokens,
         "opd_active_tokens": sums.skill_tokens,
+        "opd_active_token_ratio": sums.skill_tokens / tokens,
         "gate_mean": sums.gate / active,
         "gate_above_half_fraction": sums.gate_above_half / active,
         "delta_mean": sums.delta / active,

@@ -39,7 +39,7 @@ class PolicyLoss(NamedTuple):
 
 
 class Distillation(NamedTuple):
-    """`value` [T], zero outside the mask; `gate` and `delta` [T], without gradient."""
+    """`value` [T], zero outside the mask; `gate` and `delta` [T], without gradient; `gate` is 1 without a gate."""
 
     value: torch.Tensor
     gate: torch.Tensor
@@ -123,3 +123,43 @@ def gated_distillation(
     elif gate != "sigmoid":
         raise ValueError(f"unknown gate {gate!r}; known: sigmoid, centered, positive_only")
     return Distillation(torch.where(mask, weight.detach() * strength, 0.0) * shift, strength, delta)
+
+
+def reverse_kl_to_skill(
+    current_logprob: torch.Tensor,
+    proximal_logprob: torch.Tensor,
+    skill_logprob: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor,
+) -> Distillation:
+    """Plain per-token reverse KL to the skill context, on the sampled tokens: w rho sg(current - skill).
+
+    For the policy pi and its skill-conditioned self q at one position,
+        KL(pi | q) = E_pi[log pi - log q],   grad KL(pi | q) = E_pi[(log pi - log q) grad log pi],
+    because E_pi[grad log pi] = 0. The tokens were sampled by the behaviour policy mu; pi / mu is the product of
+    rho = exp(current - proximal) and of w = sg(exp(proximal - behaviour)), which the loss truncates. Over samples from
+    mu the mean of this value is the KL and the mean of its gradient w rho (current - skill) grad current is the
+    gradient of the KL, both without bias but for the truncation of w. There is no gate and no clip.
+
+    Source: algorithm specification, section 6 (opsd); the gradient is the score-function (likelihood-ratio) identity.
+    All [T]; `mask` is m u. Gradient flows through `current_logprob` in rho only.
+    """
+    delta = torch.where(mask, skill_logprob.detach() - current_logprob.detach(), 0.0)
+    ratio = (current_logprob - proximal_logprob.detach()).clamp(max=MAX_LOG_RATIO).exp()
+    value = torch.where(mask, weight.detach() * ratio, 0.0) * -delta
+    return Distillation(value, torch.ones_like(delta), delta)
+
+
+def skill_advantage(
+    advantage: torch.Tensor,
+    skill_logprob: torch.Tensor,
+    proximal_logprob: torch.Tensor,
+    mask: torch.Tensor,
+    coef: float,
+) -> torch.Tensor:
+    """Advantage with the shift of a skill added: A + coef sg(skill - proximal) where the mask is set, A elsewhere.
+
+    Source: algorithm specification, section 6 (opid: coef 0.001, no gate). All [T], without gradient; `mask` is m u.
+    """
+    shift = torch.where(mask, skill_logprob.detach() - proximal_logprob.detach(), 0.0)
+    return advantage + coef * shift

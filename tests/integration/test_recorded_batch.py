@@ -15,11 +15,13 @@ from seed_async.actors.evaluation_cli import LocalGenerator
 from seed_async.actors.rollout import Episode, EpisodePlayer
 from seed_async.codec import decode, encode
 from seed_async.envs.registry import open_suite
+from seed_async.learner.algorithms.methods import METHODS
 from seed_async.learner.init_model import init_model
 from seed_async.learner.scoring import load_policy
-from seed_async.learner.step import accumulate_gradients, denominators, score_targets, update
+from seed_async.learner.step import accumulate_gradients, update
+from seed_async.learner.targets import denominators, score_targets
 from seed_async.learner.trainer import loss_config, update_batch
-from seed_async.messages import Batch, Sample, Skill, Trajectory
+from seed_async.messages import Batch, Sample, Skill, StepSkill, Trajectory
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Topology
 from seed_async.topology_file import parse_topology
@@ -71,45 +73,62 @@ async def play(topology: Topology, checkpoint: Path) -> list[Episode]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Topology, Path, Batch]:
-    """A topology, its checkpoint, and a batch after its way over the wire; two of its trajectories have a skill."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of the environment's text."""
     topology = parse_topology(TOPOLOGY, "test")
     folder = tmp_path_factory.mktemp("recorded")
     make_demonstrations(topology, folder / "data")
     init_model(topology, folder / "model", folder / "data")
-    episodes = asyncio.run(play(topology, folder / "model"))
-    skill = Skill(episode_summary="", episode_skill="open the fridge first, then look on the countertop", version=0)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module", params=["transcript", "windowed"])
+def recorded(request: pytest.FixtureRequest, checkpoint: Path) -> tuple[Topology, Batch]:
+    """A topology and a batch after its way over the wire; two of its trajectories have a skill, with a step skill."""
+    topology = parse_topology(TOPOLOGY, "test")
+    rollout = topology.rollout.model_copy(update={"layout": request.param})
+    topology = topology.model_copy(update={"rollout": rollout})
+    episodes = asyncio.run(play(topology, checkpoint))
+    skill = Skill(
+        episode_summary="",
+        episode_skill="open the fridge first, then look on the countertop",
+        version=0,
+        step_skills=(StepSkill(step=1, skill="go to the sink"),),
+    )
     samples = tuple(
         Sample(trajectory=trajectory(number, episode, "x"), skill=skill if number in (0, 3) else None)
         for number, episode in enumerate(episodes)
     )
     batch = decode(encode(Batch(version=0, samples=samples)))
     assert isinstance(batch, Batch)
-    return topology, folder / "model", batch
+    return topology, batch
 
 
-def test_the_learner_scores_fresh_samples_as_the_sampler_did(recorded: tuple[Topology, Path, Batch]) -> None:
+def test_the_learner_scores_fresh_samples_as_the_sampler_did(
+    recorded: tuple[Topology, Batch], checkpoint: Path
+) -> None:
     """In float32 the two differ by numeric noise: mean below 1e-4."""
-    topology, checkpoint, batch = recorded
+    topology, batch = recorded
     rows, _ = update_batch(batch.samples, 0, ChatTokenizer.load(checkpoint), topology, 1024)
     policy, reference = load_policy(checkpoint), load_policy(checkpoint)
     metrics = update(rows, loss_config(topology), policy, reference, torch.optim.SGD(policy.parameters(), lr=0.0))
-    assert metrics["response_tokens"] == sum(
-        turn.response_ids.size for s in batch.samples for turn in s.trajectory.turns
-    )
+    turns = [turn for sample in batch.samples for turn in sample.trajectory.turns]
+    assert metrics["response_tokens"] == sum(turn.response_ids.size for turn in turns)
+    assert metrics["rows"] == (len(turns) if topology.rollout.layout == "windowed" else len(batch.samples))
     assert metrics["sampler_gap_mean"] < 1e-5
     assert metrics["sampler_gap_max"] < 1e-4
     assert metrics["opd_active_tokens"] > 0
 
 
-@pytest.mark.parametrize("method", ["seed", "grpo"])
+@pytest.mark.parametrize("method", METHODS)
 def test_loss_and_gradient_equal_a_straight_unpacked_reference(
-    recorded: tuple[Topology, Path, Batch], method: str
+    recorded: tuple[Topology, Batch], checkpoint: Path, method: str
 ) -> None:
-    """Packed float32 against one plain float64 forward pass a trajectory."""
-    topology, checkpoint, batch = recorded
+    """Packed float32 against one plain float64 forward pass a row."""
+    topology, batch = recorded
+    topology = topology.model_copy(update={"method": method})
     rows, _ = update_batch(batch.samples, 0, ChatTokenizer.load(checkpoint), topology, 1024)
-    config = dataclasses.replace(loss_config(topology), method=method, opd_coef=0.5, token_budget=300)
+    config = dataclasses.replace(loss_config(topology), opd_coef=0.5, opid_coef=0.5, token_budget=300)
     policy, reference = load_policy(checkpoint), load_policy(checkpoint)
     with torch.no_grad():
         for parameter in reference.parameters():
@@ -123,5 +142,5 @@ def test_loss_and_gradient_equal_a_straight_unpacked_reference(
     truth = plain_loss(rows, config, plain, plain_reference)
     truth.backward()
     expected = gradients(plain)
-    assert sum(float(loss.total) for loss in losses) == pytest.approx(float(truth), abs=1e-5)
+    assert sum(float(loss.total) for loss in losses) == pytest.approx(truth.item(), abs=1e-5)
     assert np.linalg.norm(gradients(policy) - expected) <= 1e-5 * np.linalg.norm(expected)

@@ -1,6 +1,8 @@
 """Tiny random models and batches for the tests of the learner's math."""
 
 import copy
+import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,8 +17,10 @@ from transformers import (
 )
 
 from seed_async.layouts import TokenRow
+from seed_async.learner.batch import LossConfig, UpdateBatch, UpdateTrajectory
 from seed_async.learner.packed_attention import use_packed_attention
-from seed_async.learner.step import UpdateBatch, UpdateTrajectory
+from seed_async.learner.step import accumulate_gradients
+from seed_async.learner.targets import denominators, score_targets
 
 VOCABULARY = 48
 FAMILIES = {
@@ -84,25 +88,112 @@ def with_skill_tokens(row: TokenRow, skill_ids: np.ndarray, at: int = 2) -> Toke
     return TokenRow(ids, mask, row.turn_index)
 
 
+def split_row(row: TokenRow, starts: set[int]) -> tuple[TokenRow, ...]:
+    """Cut a transcript into contexts: a new one before the prompt of turn 0 and of each turn in `starts`."""
+    ends = [
+        int(np.flatnonzero(row.response_mask)[row.turn_index == turn][-1]) + 1 for turn in np.unique(row.turn_index)
+    ]
+    bounds = [0, *(end for turn, end in enumerate(ends[:-1]) if turn + 1 in starts), ends[-1]]
+    rows, done = [], 0
+    for first, stop in pairwise(bounds):
+        mask = row.response_mask[first:stop]
+        turns = row.turn_index[done : done + int(mask.sum())]
+        rows.append(TokenRow(row.token_ids[first:stop], mask, turns))
+        done += len(turns)
+    return tuple(rows)
+
+
+def scored_turns(row: TokenRow, turns: set[int]) -> TokenRow:
+    """The row up to the last of the turns, with only those masked in."""
+    wanted = np.isin(row.turn_index, list(turns))
+    mask = row.response_mask.copy()
+    mask[mask] = wanted
+    end = int(np.flatnonzero(mask)[-1]) + 1
+    return TokenRow(row.token_ids[:end], mask[:end], row.turn_index[wanted])
+
+
+def teacher_of(
+    plain: tuple[TokenRow, ...], skill: np.ndarray, step_skills: dict[int, np.ndarray]
+) -> tuple[TokenRow, ...]:
+    """Teacher rows of plain rows: the skill near the front, a row of its own for each turn with a step skill."""
+    rows = []
+    for row in plain:
+        turns = set(row.turn_index.tolist())
+        if turns - set(step_skills):
+            rows.append(with_skill_tokens(scored_turns(row, turns - set(step_skills)), skill))
+        rows += [
+            with_skill_tokens(scored_turns(row, {turn}), ids) for turn, ids in step_skills.items() if turn in turns
+        ]
+    return tuple(rows)
+
+
+LAYOUTS = ("transcript", "windowed", "mixed")
+# Coefficients large enough that every term of the loss shows in the gradient.
+LOUD = LossConfig(
+    opd_coef=0.5,
+    opid_coef=0.3,
+    opsd_coef=0.5,
+    gigpo_step_weight=0.7,
+    kl_coef=0.2,
+    entropy_coef=0.05,
+    max_grad_norm=1e9,
+    token_budget=64,
+)
+
+
 def random_batch(
-    seed: int = 0, num_groups: int = 2, group_size: int = 4, behaviour_noise: float = 0.5, skill_share: float = 0.7
+    seed: int = 0,
+    num_groups: int = 2,
+    group_size: int = 4,
+    behaviour_noise: float = 0.5,
+    skill_share: float = 0.7,
+    layout: str = "transcript",
+    step_skills: bool = False,
+    left_out: bool = False,
 ) -> UpdateBatch:
-    """Whole groups with mixed returns and invalid turns; behaviour log-probs around those of a uniform policy."""
-    rng = np.random.default_rng(seed)
+    """Whole groups with mixed returns and invalid turns; behaviour log-probs around those of a uniform policy.
+
+    `mixed`: contexts of two turns. `left_out`: every third teacher row is missing, as if it had been too long.
+    """
+    rng, extra = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     trajectories = []
     for index in range(num_groups * group_size):
         row = random_row(rng, num_turns=int(rng.integers(1, 4)))
-        skill = with_skill_tokens(row, rng.integers(0, VOCABULARY, 6)) if rng.random() < skill_share else None
-        num_response = int(row.response_mask.sum())
+        skill_ids = rng.integers(0, VOCABULARY, 6) if rng.random() < skill_share else None
+        num_response, num_turns = int(row.response_mask.sum()), int(row.turn_index.max()) + 1
+        starts = {"transcript": set(), "windowed": {1, 2}, "mixed": {2}}[layout]
+        plain = split_row(row, starts)
+        steps = {num_turns - 1: extra.integers(0, VOCABULARY, 4)} if step_skills else {}
+        skill = () if skill_ids is None else teacher_of(plain, skill_ids, steps)
         trajectories.append(
             UpdateTrajectory(
-                plain=row,
+                plain=plain,
                 behaviour_logprob=(-4.0 + behaviour_noise * rng.normal(size=num_response)).astype(np.float32),
                 fresh=rng.random(num_response) < 0.5,
-                invalid=rng.random(int(row.turn_index.max()) + 1) < 0.3,
+                invalid=rng.random(num_turns) < 0.3,
+                observation_ids=extra.integers(0, 3, num_turns),
                 episode_return=float(rng.integers(0, 2)) * 10.0,
                 group_id=f"g{index // group_size}",
-                skill=skill,
+                skill=tuple(r for place, r in enumerate(skill) if not left_out or (index + place) % 3),
             )
         )
     return UpdateBatch(tuple(trajectories))
+
+
+def loss_and_gradient(batch, config, seed: int = 0) -> tuple[float, torch.Tensor]:
+    """The joint loss of the batch and its gradient as the learner computes them, packed and in micro-batches."""
+    policy, reference = packed(tiny_model(seed=seed)), packed(tiny_model(seed=1))
+    targets = score_targets(batch, config, policy, reference, with_proximal=False)
+    everyone = range(len(batch.trajectories))
+    parts, _ = accumulate_gradients(batch, everyone, targets, config, policy, denominators(targets, everyone))
+    return sum(part.total.item() for part in parts), gradients(policy)
+
+
+def changed(batch: UpdateBatch, **fields) -> UpdateBatch:
+    """The batch with fields of every trajectory replaced; callables get the trajectory."""
+    return UpdateBatch(
+        tuple(
+            dataclasses.replace(t, **{name: f(t) if callable(f) else f for name, f in fields.items()})
+            for t in batch.trajectories
+        )
+    )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from seed_async.learner.algorithms import losses, terms
 from seed_async.learner.algorithms.losses import SeedLoss, TokenLogprobs, add_sums, metrics_from_sums, seed_loss
-from tests.reference.numpy_losses import loss_truth
+from tests.reference.numpy_losses import k3_truth, loss_truth
 
 COEFFICIENTS = {
     "clip": 0.2,
@@ -19,11 +19,15 @@ COEFFICIENTS = {
     "importance_cap": 2.0,
     "beta": 5.0,
     "gate": "sigmoid",
+    "distillation": "gated",
     "distillation_coef": 0.7,
+    "skill_advantage_coef": 0.0,
     "kl_coef": 0.3,
     "entropy_coef": 0.1,
 }
 GATES = ["sigmoid", "centered", "positive_only"]
+# How a skill enters: the distillation term and the coefficient of its shift in the advantage.
+KINDS = [("gated", 0.0), ("reverse_kl", 0.0), ("none", 0.0), ("none", 0.4)]
 # Steps of log-prob that land on both sides of every bound: ratio 0.8, 1.2, 2 and 3, a KL of 10, and far beyond.
 NEAR = st.floats(-1.5, 1.5) | st.sampled_from([0.0, 4.0, -15.0, 1e4 - 1])
 
@@ -89,13 +93,12 @@ def random_tokens(seed: int, count: int = 40) -> list[dict]:
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(token(), max_size=12), st.sampled_from(GATES), st.sampled_from([0.0, 1.0, 5.0]))
-def test_the_joint_loss_and_its_means_follow_their_definitions(tokens, gate, beta) -> None:
+@given(st.lists(token(), max_size=12), st.sampled_from(GATES), st.sampled_from([0.0, 1.0, 5.0]), st.sampled_from(KINDS))
+def test_the_joint_loss_and_its_means_follow_their_definitions(tokens, gate, beta, kind) -> None:
     """Oracle (h), with empty masks and log-probs down to -1e4; the gradient is finite everywhere."""
-    loss, current = evaluate(tokens, gate=gate, beta=beta)
-    truth = loss_truth(
-        tokens, clip=0.2, dual_clip=3.0, cap=2.0, beta=beta, gate=gate, opd_coef=0.7, kl_coef=0.3, entropy_coef=0.1
-    )
+    options = {"gate": gate, "beta": beta, "distillation": kind[0], "skill_advantage_coef": kind[1]}
+    loss, current = evaluate(tokens, **options)
+    truth = loss_truth(tokens, clip=0.2, dual_clip=3.0, cap=2.0, opd_coef=0.7, kl_coef=0.3, entropy_coef=0.1, **options)
     for name, value in truth.items():
         assert getattr(loss, name).item() == pytest.approx(value, rel=1e-6, abs=1e-6), name
     assert torch.isfinite(gradient(loss.total, current)).all()
@@ -103,8 +106,8 @@ def test_the_joint_loss_and_its_means_follow_their_definitions(tokens, gate, bet
 
 
 @settings(deadline=None)
-@given(st.lists(token(), min_size=1, max_size=12))
-def test_float32_stays_finite_at_extreme_log_probs(tokens) -> None:
+@given(st.lists(token(), min_size=1, max_size=12), st.sampled_from(KINDS))
+def test_float32_stays_finite_at_extreme_log_probs(tokens, kind) -> None:
     """The same edges in the precision that training uses."""
     values = {n: torch.tensor([t[n] for t in tokens]) for n in TokenLogprobs._fields}
     values["current"].requires_grad_()
@@ -118,19 +121,20 @@ def test_float32_stays_finite_at_extreme_log_probs(tokens) -> None:
         ones,
         response_denominator=1.0,
         skill_denominator=1.0,
-        **COEFFICIENTS,
+        **(COEFFICIENTS | {"distillation": kind[0], "skill_advantage_coef": kind[1]}),
     )
     assert torch.isfinite(loss.total) and torch.isfinite(gradient(loss.total, values["current"])).all()
 
 
 @settings(deadline=None)
-@given(st.lists(token(), min_size=2, max_size=12), st.data())
-def test_any_split_into_parts_adds_up_to_the_whole(tokens, data) -> None:
+@given(st.lists(token(), min_size=2, max_size=12), st.sampled_from(KINDS), st.data())
+def test_any_split_into_parts_adds_up_to_the_whole(tokens, kind, data) -> None:
     """Oracle (f) for the loss, its gradient, its components and its metrics."""
     cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1), max_size=4)))
     bounds = [0, *cuts, len(tokens)]
-    whole, current = evaluate(tokens)
-    parts = [evaluate(tokens, slice(a, b)) for a, b in pairwise(bounds)]
+    options = {"distillation": kind[0], "skill_advantage_coef": kind[1]}
+    whole, current = evaluate(tokens, **options)
+    parts = [evaluate(tokens, slice(a, b), **options) for a, b in pairwise(bounds)]
     joined = torch.cat([gradient(part.total, leaf) for part, leaf in parts])
     torch.testing.assert_close(joined, gradient(whole.total, current), rtol=1e-12, atol=1e-12)
     for name in ("total", "policy", "entropy", "kl", "distillation"):
@@ -169,6 +173,51 @@ def test_the_gradient_is_that_of_finite_differences(gate) -> None:
         num_active = sum(t["m"] and t["u"] for t in tokens)
         opd = -0.7 * moved["u"] * weight * fixed_gate / num_active
         assert float(exact[index]) == pytest.approx((values[1] - values[0]) / (2 * step) + opd, rel=1e-5, abs=1e-7)
+
+
+@settings(deadline=None)
+@given(st.lists(token(), min_size=1, max_size=12), st.sampled_from(KINDS), st.randoms(use_true_random=False))
+def test_the_order_of_tokens_does_not_matter(tokens, kind, random) -> None:
+    """A permutation carries the gradient with it."""
+    options = {"distillation": kind[0], "skill_advantage_coef": kind[1]}
+    order = random.sample(range(len(tokens)), len(tokens))
+    loss, leaf = evaluate(tokens, **options)
+    shuffled, other = evaluate([tokens[i] for i in order], **options)
+    assert shuffled.total.item() == pytest.approx(loss.total.item(), rel=1e-9, abs=1e-9)
+    torch.testing.assert_close(gradient(shuffled.total, other), gradient(loss.total, leaf)[order], rtol=1e-12, atol=0)
+
+
+def test_the_shift_of_a_skill_moves_the_advantage_of_active_tokens_only() -> None:
+    """Method opid: A + coef (skill - proximal), and no term of its own."""
+    tokens = [t | {"proximal": t["current"]} for t in random_tokens(13)]
+    loss, leaf = evaluate(tokens, distillation="none", skill_advantage_coef=0.4)
+    moved = [
+        t | {"advantage": t["advantage"] + (0.4 * (t["skill"] - t["proximal"]) if t["m"] and t["u"] else 0.0)}
+        for t in tokens
+    ]
+    truth, other = evaluate(moved, logprobs={"skill": None})
+    torch.testing.assert_close(loss.total, truth.total)
+    torch.testing.assert_close(gradient(loss.total, leaf), gradient(truth.total, other))
+    assert float(loss.distillation) == 0.0
+    assert float(metrics_from_sums(loss.sums)["delta_rms"]) > 0, "the shift is reported all the same"
+
+
+def test_the_gradient_of_the_reverse_kl_is_the_weighted_shift() -> None:
+    """Method opsd: w rho (current - skill) / sum m u per active token, by hand."""
+    tokens = random_tokens(14)
+    loss, leaf = evaluate(tokens, distillation="reverse_kl")
+    without, other = evaluate(tokens, distillation="none")
+    found = (gradient(loss.total, leaf) - gradient(without.total, other)) / 0.7
+    num_active = sum(t["m"] and t["u"] for t in tokens)
+    expected = [
+        min(math.exp(t["proximal"] - t["behaviour"]), 2.0)
+        * math.exp(t["current"] - t["proximal"])
+        * (t["current"] - t["skill"])
+        * bool(t["m"] and t["u"])
+        / num_active
+        for t in tokens
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_a_skill_that_changes_nothing_has_value_zero_and_half_a_gradient() -> None:
@@ -228,10 +277,14 @@ def test_metrics_follow_their_definitions() -> None:
         "weight_mean": weight.mean(),
         "weight_max": weight.max(),
         "weight_truncated_tokens": (np.exp(log_ratio) > 2).sum(),
+        "weight_truncated_fraction": (np.exp(log_ratio) > 2).mean(),
+        "effective_sample_tokens": weight.sum() ** 2 / (weight**2).sum(),
         "effective_sample_share": weight.sum() ** 2 / (len(kept) * (weight**2).sum()),
         "log_ratio_rms": rms["ratio"],
         "entropy": np.mean([t["entropy"] for t in kept]),
         "opd_active_tokens": len(active),
+        "opd_active_token_ratio": len(active) / len(kept),
+        "kl": np.mean([k3_truth(t["current"], t["reference"]) for t in kept]),
         "gate_mean": (1 / (1 + np.exp(-5 * delta))).mean(),
         "gate_above_half_fraction": (delta > 0).mean(),
         "delta_mean": delta.mean(),

@@ -10,32 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seed_async.learner.algorithms.terms import NonFiniteError
+from seed_async.learner.batch import UpdateBatch
 from seed_async.learner.scoring import score
-from seed_async.learner.step import LossConfig, UpdateBatch, accumulate_gradients, denominators, score_targets, update
-from tests.reference.plain_update import plain_loss
-from tests.unit.learner.builders import gradients, packed, plain64, random_batch, tiny_model
-
-# Coefficients large enough that every term of the loss shows in the gradient.
-LOUD = LossConfig(opd_coef=0.5, kl_coef=0.2, entropy_coef=0.05, max_grad_norm=1e9, token_budget=64)
-
-
-def loss_and_gradient(batch, config, seed: int = 0) -> tuple[float, torch.Tensor]:
-    """The joint loss of the batch and its gradient as the learner computes them, packed and in micro-batches."""
-    policy, reference = packed(tiny_model(seed=seed)), packed(tiny_model(seed=1))
-    targets = score_targets(batch, config, policy, reference, with_proximal=False)
-    everyone = range(len(batch.trajectories))
-    parts, _ = accumulate_gradients(batch, everyone, targets, config, policy, denominators(targets, everyone))
-    return sum(part.total.item() for part in parts), gradients(policy)
-
-
-def changed(batch: UpdateBatch, **fields) -> UpdateBatch:
-    """The batch with fields of every trajectory replaced; callables get the trajectory."""
-    return UpdateBatch(
-        tuple(
-            dataclasses.replace(t, **{name: f(t) if callable(f) else f for name, f in fields.items()})
-            for t in batch.trajectories
-        )
-    )
+from seed_async.learner.step import accumulate_gradients, update
+from seed_async.learner.targets import denominators, score_targets, token_advantages
+from tests.unit.learner.builders import (
+    LOUD,
+    changed,
+    gradients,
+    loss_and_gradient,
+    packed,
+    random_batch,
+    tiny_model,
+)
 
 
 def on_policy(batch: UpdateBatch, model, config) -> UpdateBatch:
@@ -44,43 +31,19 @@ def on_policy(batch: UpdateBatch, model, config) -> UpdateBatch:
         return changed(
             batch,
             behaviour_logprob=lambda t: score(
-                model, [t.plain], temperature=config.temperature, token_budget=1
+                model, t.plain, temperature=config.temperature, token_budget=1
             ).logprob.numpy(),
         )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.7},
-        {"synchronous": True},
-        {"divide_by_std": False},
-        {"statistics": "trajectories"},
-        {"kl_coef": 0.0},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("method", ["seed", "grpo"])
-def test_loss_and_gradient_equal_the_unpacked_float64_reference(method, options) -> None:
-    """The key test: packing, micro-batches, denominators and formulas, all at once."""
-    config, batch = dataclasses.replace(LOUD, method=method, **options), random_batch(seed=3)
-    loss, gradient = loss_and_gradient(batch, config)
-    policy = plain64(tiny_model())
-    truth = plain_loss(batch, config, policy, plain64(tiny_model(seed=1)))
-    truth.backward()
-    expected = gradients(policy)
-    assert loss == pytest.approx(truth.item(), abs=1e-5)
-    assert (gradient - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
-    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
-
-
-def test_seed_without_any_skill_equals_grpo_bit_for_bit() -> None:
+@pytest.mark.parametrize("layout", ["transcript", "windowed"])
+@pytest.mark.parametrize("method", ["seed", "seed_static", "sdar", "opid", "opsd"])
+def test_a_method_without_any_skill_equals_grpo_bit_for_bit(method, layout) -> None:
     """Oracle (a): loss, gradient, and the weights after the step."""
-    batch = changed(random_batch(), skill=None)
+    batch = changed(random_batch(layout=layout), skill=())
     answers, weights = [], []
-    for method in ("seed", "grpo"):
-        config = dataclasses.replace(LOUD, method=method)
+    for name in (method, "grpo"):
+        config = dataclasses.replace(LOUD, method=name, opsd_rl=True)
         answers.append(loss_and_gradient(batch, config))
         policy = packed(tiny_model())
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
@@ -90,11 +53,23 @@ def test_seed_without_any_skill_equals_grpo_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+def test_opsd_has_no_policy_term_unless_asked() -> None:
+    """Without a skill nothing but KL and entropy is left."""
+    batch = random_batch()
+    policy = packed(tiny_model())
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    for with_rl in (False, True):
+        config = dataclasses.replace(LOUD, method="opsd", opsd_rl=with_rl)
+        metrics = update(batch, config, policy, packed(tiny_model(seed=1)), optimizer)
+        assert (metrics["loss_policy"] != 0.0) == with_rl
+        assert metrics["loss_distillation"] != 0.0 and metrics["gate_mean"] == pytest.approx(1.0)
+
+
 def test_grpo_ignores_skills_that_a_batch_happens_to_carry() -> None:
     """Its teacher is none."""
     config = dataclasses.replace(LOUD, method="grpo")
     loss, gradient = loss_and_gradient(random_batch(), config)
-    bare_loss, bare_gradient = loss_and_gradient(changed(random_batch(), skill=None), config)
+    bare_loss, bare_gradient = loss_and_gradient(changed(random_batch(), skill=()), config)
     assert loss == bare_loss and torch.equal(gradient, bare_gradient)
 
 
@@ -112,11 +87,12 @@ def test_a_skill_context_equal_to_the_plain_one_has_no_shift() -> None:
 
 def test_other_response_ids_in_the_skill_context_are_refused() -> None:
     """Oracle (d)."""
-    trajectory = next(t for t in random_batch().trajectories if t.skill is not None)
-    ids = trajectory.skill.token_ids.copy()
-    ids[np.flatnonzero(trajectory.skill.response_mask)[-1]] += 1
+    trajectory = next(t for t in random_batch().trajectories if t.skill)
+    (row,) = trajectory.skill
+    ids = row.token_ids.copy()
+    ids[np.flatnonzero(row.response_mask)[-1]] += 1
     with pytest.raises(ValueError, match="response ids"):
-        dataclasses.replace(trajectory, skill=trajectory.skill._replace(token_ids=ids))
+        dataclasses.replace(trajectory, skill=(row._replace(token_ids=ids),))
 
 
 @settings(deadline=None, max_examples=15)
@@ -226,8 +202,8 @@ def test_metrics_count_tokens_and_time_each_phase() -> None:
     batch, policy = random_batch(), packed(tiny_model())
     metrics = update(batch, LOUD, policy, packed(tiny_model(seed=1)), torch.optim.SGD(policy.parameters(), lr=0.0))
     assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
-    with_skill = [t for t in batch.trajectories if t.skill is not None]
-    assert metrics["tokens"] == sum(len(t.plain.token_ids) for t in batch.trajectories)
+    with_skill = [t for t in batch.trajectories if t.skill]
+    assert metrics["tokens"] == sum(len(row.token_ids) for t in batch.trajectories for row in t.plain)
     assert metrics["response_tokens"] == sum(len(t.fresh) for t in batch.trajectories)
     assert metrics["opd_active_tokens"] == sum(len(t.fresh) for t in with_skill)
     assert metrics["skill_trajectories"] == len(with_skill)
@@ -280,5 +256,59 @@ def test_batches_that_cannot_have_a_loss_are_refused() -> None:
         score_targets(random_batch(), LOUD, packed(tiny_model()), None)
     with pytest.raises(ValueError, match="entries"):
         dataclasses.replace(trajectory, fresh=trajectory.fresh[1:])
-    with pytest.raises(ValueError, match="turn indices"):
+    with pytest.raises(ValueError, match="observation_ids"):
         dataclasses.replace(trajectory, invalid=trajectory.invalid[:0])
+    with pytest.raises(ValueError, match="turn indices"):
+        dataclasses.replace(trajectory, invalid=trajectory.invalid[:0], observation_ids=trajectory.invalid[:0])
+    (row,) = trajectory.plain
+    with pytest.raises(ValueError, match="turn_index has"):
+        dataclasses.replace(trajectory, plain=(row._replace(turn_index=row.turn_index[1:]),))
+
+
+def test_plain_rows_hold_each_turn_once_and_in_order_and_teachers_at_most_once() -> None:
+    """Whatever the layout."""
+    batch = random_batch(seed=3, layout="windowed", skill_share=1.0)
+    trajectory = next(t for t in batch.trajectories if len(t.plain) == 3)
+    with pytest.raises(ValueError, match="order of its turns"):
+        dataclasses.replace(trajectory, plain=trajectory.plain[::-1])
+    with pytest.raises(ValueError, match="more than one skill context"):
+        dataclasses.replace(trajectory, skill=(*trajectory.skill, trajectory.skill[1]))
+    with pytest.raises(ValueError, match="response ids"):
+        dataclasses.replace(
+            trajectory, skill=(trajectory.skill[1]._replace(turn_index=trajectory.skill[1].turn_index * 0),)
+        )
+    assert np.array_equal(np.sort(trajectory.skill_positions), np.arange(len(trajectory.fresh)))
+
+
+def test_skill_scores_fall_on_their_own_tokens_whatever_the_order_of_the_teacher_rows() -> None:
+    """Rows may be missing and come in any order; only tokens that were scored are active."""
+    batch = random_batch(seed=4, layout="mixed", step_skills=True, left_out=True, skill_share=1.0)
+    policy, reference = packed(tiny_model()), packed(tiny_model(seed=1))
+    straight = score_targets(batch, LOUD, policy, reference)
+    turned = score_targets(changed(batch, skill=lambda t: t.skill[::-1]), LOUD, policy, reference)
+    assert torch.equal(straight.skill_mask, turned.skill_mask)
+    torch.testing.assert_close(straight.skill, turned.skill, rtol=0, atol=1e-5)
+    active = sum(len(row.turn_index) for t in batch.trajectories for row in t.skill)
+    assert 0 < active < straight.offsets[-1] and int(straight.skill_mask.sum()) == active
+    assert (straight.skill[straight.skill_mask] < 0).all() and (straight.skill[~straight.skill_mask] == 0).all()
+
+
+def test_the_metrics_say_how_many_groups_had_nothing_to_compare() -> None:
+    """Also of the step groups of gigpo."""
+    batch = random_batch(seed=3)
+    flat = changed(
+        batch,
+        episode_return=lambda t: 10.0 if t.group_id == "g0" else t.episode_return,
+        invalid=lambda t: np.zeros_like(t.invalid),
+        observation_ids=lambda t: np.arange(len(t.invalid)) + 100 * batch.trajectories.index(t),
+    )
+    metrics = token_advantages(flat, dataclasses.replace(LOUD, method="gigpo")).metrics
+    assert metrics["groups"] == 2 and metrics["zero_variance_groups"] == 1
+    assert (
+        metrics["step_groups"]
+        == metrics["zero_variance_step_groups"]
+        == sum(len(t.invalid) for t in batch.trajectories)
+    )
+    policy = packed(tiny_model())
+    found = update(flat, LOUD, policy, packed(tiny_model(seed=1)), torch.optim.SGD(policy.parameters(), lr=0.0))
+    assert found["zero_variance_groups"] == 1 and "step_groups" not in found

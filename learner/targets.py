@@ -1,0 +1,166 @@
+"""What stays fixed during an update, for every response token: advantages, and log-probs under fixed weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from seed_async.layouts import TokenRow
+from seed_async.learner.algorithms.advantage import discounted_returns, group_advantage, step_advantage
+from seed_async.learner.algorithms.methods import get_method
+from seed_async.learner.algorithms.terms import require_finite
+from seed_async.learner.batch import LossConfig, UpdateBatch
+from seed_async.learner.scoring import score
+
+
+class TokenTargets(NamedTuple):
+    """What the loss needs beside the current log-probs, for every response token of some trajectories, each [R].
+
+    The names are those of `TokenLogprobs`; `proximal` None means equal to `current`, see `step.update`. `offsets` has
+    one entry a trajectory and one more: the tokens of trajectory i are offsets[i] to offsets[i + 1]. `group_metrics`
+    tell what the advantages had to compare.
+    """
+
+    advantage: torch.Tensor
+    behaviour: torch.Tensor
+    proximal: torch.Tensor | None
+    reference: torch.Tensor | None
+    skill: torch.Tensor | None
+    skill_mask: torch.Tensor
+    offsets: tuple[int, ...]
+    group_metrics: dict[str, float]
+
+
+class Denominators(NamedTuple):
+    """Response tokens, and those of them with a skill context, over a whole optimizer batch and all its ranks."""
+
+    response: float
+    skill: float
+
+
+class TokenAdvantages(NamedTuple):
+    """`advantage` float32 [R], before any shift of a skill; `metrics` count groups and those without a comparison."""
+
+    advantage: np.ndarray
+    metrics: dict[str, float]
+
+
+class Clock:
+    """Seconds spent in each named phase."""
+
+    def __init__(self) -> None:
+        """Nothing is measured yet."""
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside the block to the phase."""
+        start = perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+
+
+def score_targets(
+    batch: UpdateBatch,
+    config: LossConfig,
+    policy: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    clock: Clock | None = None,
+    *,
+    with_proximal: bool = True,
+) -> TokenTargets:
+    """Advantages, and every log-prob that needs no gradient.
+
+    The skill context is scored by the live weights before the first step, with the same code as the plain one.
+    """
+    method, clock = get_method(config.method), clock or Clock()
+    trajectories = batch.trajectories
+    device = next(policy.parameters()).device
+    plain = [row for trajectory in trajectories for row in trajectory.plain]
+    lengths = [len(trajectory.fresh) for trajectory in trajectories]
+    offsets = tuple(int(offset) for offset in np.concatenate([[0], np.cumsum(lengths)]))
+    advantages = token_advantages(batch, config)
+    advantage = torch.from_numpy(advantages.advantage).to(device)
+    skill_rows = [row for trajectory in trajectories for row in trajectory.skill] if method.has_teacher else []
+    skill_mask = torch.zeros(offsets[-1], dtype=torch.bool, device=device)
+    if config.kl_coef > 0 and reference is None:
+        raise ValueError(f"kl_coef {config.kl_coef} needs a reference model")
+
+    def logprobs(model: PreTrainedModel, rows: list[TokenRow]) -> torch.Tensor:
+        return score(model, rows, temperature=config.temperature, token_budget=config.token_budget).logprob
+
+    proximal = reference_logprob = skill = None
+    with torch.no_grad():
+        if with_proximal:
+            with clock.phase("score_proximal"):
+                proximal = logprobs(policy, plain)
+        if reference is not None and config.kl_coef > 0:
+            with clock.phase("score_reference"):
+                reference_logprob = logprobs(reference, plain)
+        if skill_rows:
+            with clock.phase("score_skill"):
+                scored = logprobs(policy, skill_rows)
+                places = [t.skill_positions + start for t, start in zip(trajectories, offsets[:-1], strict=True)]
+                at = torch.from_numpy(np.concatenate(places)).to(device)
+                skill = torch.zeros_like(advantage, dtype=scored.dtype).index_copy(0, at, scored)
+                skill_mask[at] = True
+    behaviour = np.concatenate([trajectory.behaviour_logprob for trajectory in trajectories]).astype(np.float32)
+    behaviour_logprob = torch.from_numpy(behaviour).to(device)
+    require_finite("behaviour_logprob", behaviour_logprob)
+    return TokenTargets(
+        advantage, behaviour_logprob, proximal, reference_logprob, skill, skill_mask, offsets, advantages.metrics
+    )
+
+
+def token_advantages(batch: UpdateBatch, config: LossConfig) -> TokenAdvantages:
+    """The advantage of each response token is that of its turn, a turn being one row of the statistics.
+
+    It is the sum of the method's terms: `episode` compares the returns of the group, `step_groups` the discounted step
+    returns over equal observations, the reward of an episode being paid at its last turn. Without a term it is 0.
+    """
+    trajectories = batch.trajectories
+    terms = get_method(config.method).advantage_terms(config.opsd_rl)
+    turns = np.array([len(trajectory.invalid) for trajectory in trajectories])
+    last_turn = np.cumsum(turns) - 1
+    row_trajectory = np.repeat(np.arange(len(turns)), turns)
+    returns = np.repeat([trajectory.episode_return for trajectory in trajectories], turns)
+    invalid = np.concatenate([trajectory.invalid for trajectory in trajectories])
+    groups = np.repeat([trajectory.group_id for trajectory in trajectories], turns)
+    penalty, divide, statistics = config.invalid_penalty, config.divide_by_std, config.statistics
+    episode = group_advantage(
+        returns, invalid, groups, row_trajectory, penalty=penalty, divide_by_std=divide, statistics=statistics
+    )
+    metrics = {
+        "groups": float(episode.informative.size),
+        "zero_variance_groups": float((~episode.informative).sum()),
+    }
+    per_turn = episode.advantage if "episode" in terms else np.zeros_like(episode.advantage)
+    if "step_groups" in terms:
+        rewards = np.zeros_like(returns)
+        rewards[last_turn[turns > 0]] = returns[last_turn[turns > 0]]
+        step = step_advantage(
+            discounted_returns(rewards, row_trajectory, config.gigpo_discount),
+            invalid,
+            groups,
+            np.concatenate([trajectory.observation_ids for trajectory in trajectories]),
+            penalty=penalty,
+            divide_by_std=divide,
+            statistics=statistics,
+        )
+        per_turn = per_turn + config.gigpo_step_weight * step.advantage
+        metrics |= {
+            "step_groups": float(step.informative.size),
+            "zero_variance_step_groups": float((~step.informative).sum()),
+        }
+    rows = [start + t.turn_index for start, t in zip(np.cumsum(turns) - turns, trajectories, strict=True)]
+    return TokenAdvantages(per_turn[np.concatenate(rows)].astype(np.float32), metrics)
+
+
+def denominators(targets: TokenTargets, mini: range) -> Denominators:
+    """Token counts of the trajectories `mini`."""
+    whole = slice(targets.offsets[mini.start], targets.offsets[mini.stop])
+    return Denominators(float(whole.stop - whole.start), float(targets.skill_mask[whole].sum()))
