@@ -2,21 +2,22 @@
 
 Consumes finished trajectories (buffer) and weight versions (publisher). Waits for the first version, then for jobs.
 Produces one skill, or the reason why there is none, for each trajectory. Unblocked by the buffer and the publisher.
-Stops on SIGTERM; what it had claimed is claimed again by another.
+Stops on SIGTERM; what it had claimed is claimed again by another. With method seed_static it keeps the initial
+checkpoint, which is version 0, and asks for no weights, so that a restarted analyzer has the same ones.
 """
 
 import time
 from dataclasses import dataclass
 
 from seed_async.actors.engines.torch_engine import TorchEngine, load_model
+from seed_async.analysis_prompts import Outcome, StepText, analysis_prompt
 from seed_async.messages import AnalysisJobs, AnalysisRequest, Skill, SkillResult, Trajectory
 from seed_async.ports import Generation, RequestRefusedError, Sampling
-from seed_async.prompts import Outcome, StepText, analysis_prompt
 from seed_async.reporting import report_engine
 from seed_async.role import RoleContext
 from seed_async.skills import parse_analysis
 from seed_async.text import ChatTokenizer
-from seed_async.topology import Analysis
+from seed_async.topology import Analysis, Topology
 from seed_async.transport import Client
 from seed_async.weights import WeightReceiver
 
@@ -28,7 +29,9 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
     return "success" if trajectory.won else "failure"
 
 
-def analysis_text(trajectory: Trajectory, settings: Analysis, tokenizer: ChatTokenizer) -> str | None:
+def analysis_text(
+    trajectory: Trajectory, settings: Analysis, tokenizer: ChatTokenizer, max_step_skills: int = 0
+) -> str | None:
     """The analyzer's user message for a trajectory, or None when it cannot be made to fit."""
     room = settings.max_context_tokens - settings.max_output_tokens
     steps = [StepText(turn.observation, turn.response.strip(), turn.valid) for turn in trajectory.turns]
@@ -38,12 +41,30 @@ def analysis_text(trajectory: Trajectory, settings: Analysis, tokenizer: ChatTok
         outcome_of(trajectory),
         steps,
         lambda text: tokenizer.first_prompt(text).size <= room,
+        step_skills=max_step_skills,
     )
+
+
+def read_skill(output: str, num_steps: int, version: int, max_step_skills: int = 0) -> Skill | None:
+    """The skill in an analyzer's output about a trajectory of `num_steps`, or None when it does not parse."""
+    parsed = parse_analysis(output, num_steps, max_step_skills)
+    return parsed and Skill(
+        episode_summary=parsed.episode_summary,
+        episode_skill=parsed.episode_skill,
+        version=version,
+        step_skills=parsed.step_skills,
+    )
+
+
+def first_version(topology: Topology) -> int:
+    """The version of the weights that an analyzer starts with: -1, none, or 0 where it keeps the initial ones."""
+    return 0 if topology.pins_analyzer else -1
 
 
 @dataclass(frozen=True)
 class _Job:
     trajectory_id: str
+    num_steps: int
     version: int
     started_at_s: float
 
@@ -52,19 +73,23 @@ class Analyzer:
     """One engine, filled with analysis jobs; each starts at the newest version known."""
 
     def __init__(self, context: RoleContext) -> None:
-        """Load the initial checkpoint as a skeleton; its weights are replaced before the first job."""
+        """Load the initial checkpoint; its weights are replaced before the first job, unless the method keeps them."""
         topology, run_dir = context.topology, context.run_dir
         self._context = context
-        self._settings = topology.analysis
+        self._settings, self._max_step_skills = topology.analysis, topology.max_step_skills
         self._tokenizer = ChatTokenizer.load(run_dir.initial_model(topology))
         self._engine = TorchEngine(
             load_model(run_dir.initial_model(topology)),
             max_slots=topology.roles.analyzers.max_slots,
             max_context_tokens=topology.analysis.max_context_tokens,
-            version=-1,
+            version=first_version(topology),
         )
-        weights = Client(run_dir.weights_endpoint(topology), context.name)
-        self._weights = WeightReceiver(weights, f"{context.name}:{context.incarnation}", "analyzer")
+        self._weights: WeightReceiver | None = None
+        if topology.pins_analyzer:
+            context.metrics.gauge("policy_version").set(first_version(topology))
+        else:
+            weights = Client(run_dir.weights_endpoint(topology), context.name)
+            self._weights = WeightReceiver(weights, f"{context.name}:{context.incarnation}", "analyzer")
         self._buffer = Client(run_dir.buffer_endpoint(topology), context.name)
         self._claim: int | None = None
         self._running: dict[str, _Job] = {}
@@ -72,6 +97,7 @@ class Analyzer:
     def run(self) -> None:
         """Analyse until told to stop."""
         while not self._context.stop.is_set():
+            self._context.pulse.beat()
             version = self._take_weights()
             if version < 0:
                 continue
@@ -84,6 +110,8 @@ class Analyzer:
         self._buffer.close()
 
     def _take_weights(self) -> int:
+        if self._weights is None:
+            return self._engine.health().version
         idle = not self._running and self._engine.health().version < 0
         update = self._weights.poll(IDLE_WAIT_S if idle else 0.0)
         if update is not None:
@@ -108,7 +136,7 @@ class Analyzer:
     def _start(self, trajectory: Trajectory, version: int) -> None:
         if trajectory.trajectory_id in self._running:
             return  # this worker is slow and was offered its own claim again
-        text = analysis_text(trajectory, self._settings, self._tokenizer)
+        text = analysis_text(trajectory, self._settings, self._tokenizer, self._max_step_skills)
         if text is None:
             self._submit(trajectory.trajectory_id, None, "", version, "too_long")
             return
@@ -122,16 +150,14 @@ class Analyzer:
             self._context.log.warning("analysis refused", trajectory=trajectory.trajectory_id, error=str(error))
             self._submit(trajectory.trajectory_id, None, "", version, "refused")
         else:
-            self._running[trajectory.trajectory_id] = _Job(trajectory.trajectory_id, version, time.time())
+            job = _Job(trajectory.trajectory_id, len(trajectory.turns), version, time.time())
+            self._running[trajectory.trajectory_id] = job
 
     def _finish(self, generation: Generation) -> None:
         job = self._running.pop(generation.request_id)
         self._context.timeline.record("analyse", job.started_at_s, time.time(), job.version)
         output = self._tokenizer.decode(generation.token_ids)
-        parsed = parse_analysis(output)
-        skill = parsed and Skill(
-            episode_summary=parsed.episode_summary, episode_skill=parsed.episode_skill, version=job.version
-        )
+        skill = read_skill(output, job.num_steps, job.version, self._max_step_skills)
         self._submit(job.trajectory_id, skill, output, job.version, "" if skill else "unparsed")
 
     def _submit(self, trajectory_id: str, skill: Skill | None, output: str, version: int, reason: str) -> None:

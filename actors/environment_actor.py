@@ -8,6 +8,7 @@ return by the next incarnation's hello or by their deadline.
 import asyncio
 import time
 
+from seed_async.actors.conversations import FALLBACK_NOTE, falls_back
 from seed_async.actors.policy_client import PolicyClient
 from seed_async.actors.rollout import Episode, EpisodePlayer, GenerationFailedError
 from seed_async.envs.contract import Environment, GameFormatError, TaskNotFoundError
@@ -19,6 +20,10 @@ from seed_async.transport import AsyncClient
 
 BUFFER_TIMEOUT_S = 60.0
 BEAT_INTERVAL_S = 1.0
+
+
+class SupersededError(RuntimeError):
+    """Another process has taken this actor's name; this one would wait for leases for ever."""
 
 
 class EnvironmentActor:
@@ -34,8 +39,11 @@ class EnvironmentActor:
         endpoints = [run_dir.policy_endpoint(topology, index) for index in range(topology.roles.policy.replicas)]
         self._policy = PolicyClient(endpoints, f"{context.name}:{context.incarnation}")
         self._progress = 0
+        tokenizer = ChatTokenizer.load(run_dir.initial_model(topology))
+        if falls_back(tokenizer, topology.rollout):
+            context.log.warning(FALLBACK_NOTE)
         self._player = EpisodePlayer(
-            ChatTokenizer.load(run_dir.initial_model(topology)),
+            tokenizer,
             self._policy,
             topology.rollout,
             temperature=topology.rollout.temperature,
@@ -68,6 +76,8 @@ class EnvironmentActor:
         while True:
             request = LeaseRequest(actor=self._context.name, incarnation=self._context.incarnation, slots=1)
             grant = await self._buffer.call(request, BUFFER_TIMEOUT_S)
+            if isinstance(grant, Ack) and grant.status == "fenced":
+                raise SupersededError(grant.detail)
             for lease in grant.leases if isinstance(grant, LeaseGrant) else ():
                 await self._play_lease(environment, lease)
 

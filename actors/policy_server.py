@@ -43,9 +43,11 @@ class PolicyServer:
         """Serve until told to stop."""
         context = self._context
         while not context.stop.is_set() and self._engine.health().version < 0:
+            context.pulse.beat()
             self._take_weights(wait_s=0.2)
         server = Server(context.run_dir.policy_endpoint(context.topology, context.index))
         while not context.stop.is_set():
+            context.pulse.beat()
             self._take_weights(wait_s=0.0)
             for request in server.poll(0.0 if self._open else IDLE_WAIT_S):
                 self._accept(request)

@@ -1,7 +1,7 @@
 """Plays one episode through a policy server: shared by environment actors, the evaluation actor and `evaluate`.
 
-Ids are kept as sampled: the context grows by the sampled response and the ids of the next observation, and the same
-arrays become the trajectory.
+Ids are kept as sampled, and the arrays that the policy server saw become the trajectory. How a step's prompt is made
+is the layout's business (`conversations`).
 """
 
 from collections.abc import Callable
@@ -9,10 +9,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from seed_async.actors.conversations import open_conversation
 from seed_async.envs.contract import Environment
 from seed_async.messages import GenerateReply, TrajectoryStatus, Turn
 from seed_async.ports import RequestKind, Sampling
-from seed_async.prompts import first_prompt, next_prompt, parse_action
+from seed_async.prompts import parse_action, task_line
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Rollout
 
@@ -69,17 +70,14 @@ class EpisodePlayer:
         Raises what `environment.reset` raises, and GenerationFailedError.
         """
         observation = environment.reset(task_id)
-        style = self._rollout.prompt_style
-        first = first_prompt(style, observation.info.task, observation.text, observation.admissible)
-        prompt_ids = self._tokenizer.first_prompt(first.text)
-        context = prompt_ids
+        conversation = open_conversation(self._tokenizer, self._rollout, observation.info.task)
         turns: list[Turn] = []
         status: TrajectoryStatus = "truncated"
         episode_return = 0.0
-        while context.size + self._rollout.max_response_tokens <= self._rollout.max_context_tokens:
-            reply = await self._generator.generate(context, self._sampling(seed, len(turns)), self._kind)
+        while (prompt := conversation.prompt(turns, observation.text, observation.admissible)) is not None:
+            reply = await self._generator.generate(prompt.context, self._sampling(seed, len(turns)), self._kind)
             response = self._tokenizer.decode(reply.token_ids)
-            action = parse_action(response)
+            action = parse_action(response, observation.admissible, strict=self._rollout.strict_admissible)
             result = environment.step(action.command)
             self._on_step()
             info = result.observation.info
@@ -90,8 +88,9 @@ class EpisodePlayer:
                     action=action.command,
                     parsed=action.parsed,
                     valid=action.parsed and info.valid,
-                    opening="" if turns else first.text,
-                    prompt_ids=prompt_ids,
+                    opening=prompt.opening,
+                    whole_chat=prompt.whole_chat,
+                    prompt_ids=prompt.new_ids,
                     response_ids=reply.token_ids,
                     behaviour_logprob=reply.logprobs,
                     versions=reply.versions,
@@ -102,17 +101,13 @@ class EpisodePlayer:
                 status = "won" if info.won else "lost" if result.terminated else "truncated"
                 break
             observation = result.observation
-            after_eos = int(reply.token_ids[-1]) in self._tokenizer.eos_ids
-            prompt_ids = self._tokenizer.next_prompt(
-                next_prompt(style, observation.text, observation.admissible), after_eos=after_eos
-            )
-            context = np.concatenate([context, reply.token_ids, prompt_ids])
+        info = observation.info
         if not turns:
             raise GenerationFailedError(
-                f"the first prompt of {task_id} has {context.size} tokens: with a response, more than the context"
+                f"the first prompt of {task_id} does not fit: with a response of {self._rollout.max_response_tokens} "
+                f"tokens it is longer than rollout.max_context_tokens {self._rollout.max_context_tokens}"
             )
-        info = observation.info
-        return Episode(info.task, info.task_type, first.task_line, tuple(turns), status, episode_return)
+        return Episode(info.task, info.task_type, task_line(info.task), tuple(turns), status, episode_return)
 
     def _sampling(self, seed: int, turn: int) -> Sampling:
         return Sampling(

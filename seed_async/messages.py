@@ -11,7 +11,7 @@ import numpy as np
 
 from seed_async.ports import FinishReason, RequestKind, Sampling
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 TrajectoryStatus = Literal["won", "lost", "truncated"]
 AckStatus = Literal["accepted", "duplicate", "fenced", "refused"]
@@ -90,10 +90,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One environment step of a trajectory.
 
     `prompt_ids` int32 [P] are the ids appended before the response, or the whole prompt where the turn opens a new
-    context; `opening` is then the text of its user message, in which a skill can be inserted. It is empty where the
-    turn continues the context of the one before. `response_ids` int32 [T] are the sampled ids, `behaviour_logprob`
-    float32 [T], `versions` int32 [T]. `parsed`: one action was found in the response; `valid`: the environment
-    understood it as well.
+    context; `opening` is then the text of its user message. It is empty where the turn continues the context of the
+    one before. `whole_chat`: the context opened holds all turns before as messages too, rendered anew (see
+    `contexts.opening_prompt`). `response_ids` int32 [T] are the sampled ids, `behaviour_logprob` float32 [T],
+    `versions` int32 [T]. `parsed`: one action was found in the response, an admissible one if the topology asks for
+    that; `valid`: the environment understood it as well.
     """
 
     observation: str
@@ -102,6 +103,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     parsed: bool
     valid: bool
     opening: str = ""
+    whole_chat: bool = False
     prompt_ids: np.ndarray
     response_ids: np.ndarray
     behaviour_logprob: np.ndarray
@@ -172,7 +174,7 @@ class StepSkill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Skill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A parsed hindsight analysis and the weight version that wrote it."""
+    """A parsed hindsight analysis and the weight version that wrote it; -1 for a skill from a library."""
 
     episode_summary: str
     episode_skill: str
@@ -303,11 +305,13 @@ class WeightsManifest(Message, frozen=True):
 class WeightsPoll(Message, frozen=True):
     """Long poll for weights newer than `version`; at the same time the acknowledgement of `version` with `digest`.
 
-    A receiver that has nothing yet sends version -1 and an empty digest. The answer is a WeightsManifest, or an Ack
-    when nothing newer came within the wait.
+    A receiver that has nothing yet sends version -1 and an empty digest. `refused` is the digest of a version whose
+    bytes arrived damaged: the publisher stages it again. The answer is a WeightsManifest, or an Ack when nothing newer
+    came within the wait.
     """
 
     receiver: str
     role: Literal["policy", "analyzer"]
     version: int
     digest: str
+    refused: str = ""

@@ -1,4 +1,4 @@
-"""Every prompt of the system, in the style that the topology names, and how a response is read.
+"""The acting prompts, in the style and layout that the topology names, where a skill goes, and how a response is read.
 
 `full` is for instruction-tuned models: it explains the rules and lists the admissible commands. `compact` holds the
 task and the observations only: a model of a few million parameters learns the rules in Stage 1 and pays for each token.
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 PromptStyle = Literal["full", "compact"]
-Outcome = Literal["success", "failure", "unknown"]
 
 YOUR_TURN = (
     "Now it is your turn. Reason step by step inside <think> </think>, "
@@ -20,7 +19,11 @@ _INTRODUCTION = (
 )
 _BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 _TASK_SENTENCE = re.compile(r"\n*Your task is to: .*", re.DOTALL)
-_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_THINK_TAG = re.compile(r"<(/?)think>", re.IGNORECASE)
+_ACTION_TAG = re.compile(r"<(/?)action>", re.IGNORECASE)
+_NO_ACTION = "(no action understood)"
+_HELP = "help"
+"""Some engines list it among the commands; it tells the agent nothing that the prompt does not."""
 
 
 class FirstPrompt(NamedTuple):
@@ -30,16 +33,15 @@ class FirstPrompt(NamedTuple):
     task_line: str
 
 
-class StepText(NamedTuple):
-    """One step of a finished trajectory, as the analyzer reads it."""
+class PastStep(NamedTuple):
+    """One step of the history block: what was seen, and the command that was played (empty: none was understood)."""
 
     observation: str
-    response: str
-    valid: bool
+    action: str
 
 
 class ParsedAction(NamedTuple):
-    """The command to play, and whether the response held exactly one."""
+    """The command to play, and whether the response counts as holding exactly one."""
 
     command: str
     parsed: bool
@@ -50,25 +52,70 @@ def plain_observation(text: str) -> str:
     return _TASK_SENTENCE.sub("", text.replace(_BANNER, "")).strip()
 
 
-def _admissible(commands: Sequence[str]) -> str:
-    return f"Admissible actions: [{', '.join(commands)}]"
+def _turn_lines(style: PromptStyle, observation: str, admissible: Sequence[str]) -> list[str]:
+    """What is seen now and, in the full style, what can be done. An environment of free text lists no commands."""
+    scene = plain_observation(observation)
+    if style == "compact":
+        return [scene]
+    commands = ", ".join(command for command in admissible if command != _HELP)
+    listed = [f"Admissible actions: [{commands}]"] if commands else []
+    return [f"Observation: {scene}", *listed, YOUR_TURN]
+
+
+def task_line(task: str) -> str:
+    """The line of an opening message that holds the task."""
+    return f"Task: {task}"
 
 
 def first_prompt(style: PromptStyle, task: str, observation: str, admissible: Sequence[str]) -> FirstPrompt:
     """Build the first user message of an episode."""
-    task_line = f"Task: {task}"
-    scene = plain_observation(observation)
-    if style == "compact":
-        return FirstPrompt(f"{task_line}\n{scene}", task_line)
-    return FirstPrompt(
-        "\n".join([_INTRODUCTION, task_line, f"Observation: {scene}", _admissible(admissible), YOUR_TURN]), task_line
-    )
+    return _opening(style, task, [], observation, admissible)
 
 
 def next_prompt(style: PromptStyle, observation: str, admissible: Sequence[str]) -> str:
     """Build the user message of a later turn."""
-    scene = plain_observation(observation)
-    return scene if style == "compact" else "\n".join([f"Observation: {scene}", _admissible(admissible), YOUR_TURN])
+    return "\n".join(_turn_lines(style, observation, admissible))
+
+
+def _opening(
+    style: PromptStyle, task: str, history: Sequence[str], observation: str, admissible: Sequence[str]
+) -> FirstPrompt:
+    line = task_line(task)
+    introduction = [_INTRODUCTION] if style == "full" else []
+    turn = _turn_lines(style, observation, admissible)
+    return FirstPrompt("\n".join([*introduction, line, *history, *turn]), line)
+
+
+def _history_lines(style: PromptStyle, past: Sequence[PastStep], shown: int) -> list[str]:
+    lines = [f"Steps so far: {len(past)}. The last {shown}:"] if style == "full" and shown else []
+    for index in range(len(past) - shown, len(past)):
+        observation, action = plain_observation(past[index].observation), past[index].action or _NO_ACTION
+        if style == "compact":
+            lines += [observation, f"> {action}"]
+        else:
+            lines += [f"[{index}] Observation: {observation}", f"[{index}] Action: {action}"]
+    return lines
+
+
+def windowed_prompt(
+    style: PromptStyle,
+    task: str,
+    past: Sequence[PastStep],
+    window: int,
+    observation: str,
+    admissible: Sequence[str],
+    fits: Callable[[str], bool],
+) -> FirstPrompt | None:
+    """Build the one user message of a step in the windowed layout; None when it does not fit even without history.
+
+    `past` holds every step before this one; the last `window` are shown, fewer when that would not fit (`fits` tells
+    whether a text is short enough). At the first step it is the message of `first_prompt`.
+    """
+    for shown in range(min(window, len(past)), -1, -1):
+        prompt = _opening(style, task, _history_lines(style, past, shown), observation, admissible)
+        if fits(prompt.text):
+            return prompt
+    return None
 
 
 def action_response(command: str) -> str:
@@ -76,12 +123,40 @@ def action_response(command: str) -> str:
     return f"<action>{command}</action>"
 
 
-def parse_action(response: str) -> ParsedAction:
-    """Read the one `<action>` of a response; none, several, stray tags or an empty one is unparsable: plays nothing."""
-    found = _ACTION.findall(response)
-    single = len(found) == response.count("<action>") == response.count("</action>") == 1
-    command = " ".join(found[0].split()) if single else ""
-    return ParsedAction(command, bool(command))
+def _without_thinking(response: str) -> str:
+    """The response without its reasoning.
+
+    Reasoning runs from `<think>` to the next `</think>`, or to the end when it was cut off. Before a `</think>` that
+    nothing opened everything is reasoning: some chat templates write the `<think>` into the prompt.
+    """
+    spoken: list[str] = []
+    thinking, start = False, 0
+    for tag in _THINK_TAG.finditer(response):
+        if tag[1]:
+            spoken = spoken if thinking else []
+            thinking, start = False, tag.end()
+        elif not thinking:
+            spoken.append(response[start : tag.start()])
+            thinking = True
+    return " ".join(spoken if thinking else [*spoken, response[start:]])
+
+
+def parse_action(response: str, admissible: Sequence[str] = (), *, strict: bool = False) -> ParsedAction:
+    """Read the one `<action>` that a response holds outside its reasoning, white space made single spaces.
+
+    None, several, stray tags or an empty one is unparsable and plays the empty command. Tags may be in any case, and a
+    command that differs from an admissible one in case only is that one. `strict`: a command that is not admissible is
+    played as it is and counts as unparsable (without effect where the environment lists no commands).
+    """
+    text = _without_thinking(response)
+    tags = list(_ACTION_TAG.finditer(text))
+    if [tag[1] for tag in tags] != ["", "/"]:
+        return ParsedAction("", parsed=False)
+    command = " ".join(text[tags[0].end() : tags[1].start()].split())
+    if command not in admissible:
+        command = {each.lower(): each for each in admissible}.get(command.lower(), command)
+    refused = strict and bool(admissible) and command not in admissible
+    return ParsedAction(command, parsed=bool(command) and not refused)
 
 
 def insert_skill(prompt: str, task_line: str, skill: str) -> str:
@@ -99,54 +174,3 @@ def insert_skill(prompt: str, task_line: str, skill: str) -> str:
     else:
         position = len(lines)
     return "\n".join([*lines[:position], section, *lines[position:]])
-
-
-_ANALYSIS_FULL = """\
-You analyse a finished episode of an agent so that the next attempt goes better. \
-Answer with one JSON object only, no other text.
-Fields:
-- "episode_summary": what happened, in one or two sentences.
-- "episode_skill": {skill_meaning}
-Constraints: short, reusable, addressed to the agent, no retelling of the episode in the skill.
-Schema: {{"episode_summary": "string", "episode_skill": "string"}}"""
-_ANALYSIS_COMPACT = "Analyse the episode. Answer in JSON: episode_summary, episode_skill."
-_SKILL_MEANING: dict[Outcome, str] = {
-    "success": "the workflow: the core decision rule and the order of actions that made it work.",
-    "failure": "an avoidance rule: the core mistake and its warning sign.",
-    "unknown": "the rule that the evidence supports best: what to repeat or what to avoid.",
-}
-
-
-def _step_lines(style: PromptStyle, index: int, step: StepText) -> str:
-    note = "" if step.valid else " (invalid)"
-    observation = plain_observation(step.observation)
-    if style == "compact":
-        return f"[{index}] {observation}\n{step.response}{note}"
-    return f"[{index}] Observation: {observation}\n[{index}] Response: {step.response}\n[{index}] Valid: {step.valid}"
-
-
-def analysis_prompt(
-    style: PromptStyle, task: str, outcome: Outcome, steps: Sequence[StepText], fits: Callable[[str], bool]
-) -> str | None:
-    """Build the analyzer's one user message; None when not even the first and the last step fit.
-
-    When the whole does not fit, middle steps are left out and the text says so; the front is never cut (algorithm
-    specification, section 5). `fits` tells whether a text is short enough.
-    """
-    head = _ANALYSIS_COMPACT if style == "compact" else _ANALYSIS_FULL.format(skill_meaning=_SKILL_MEANING[outcome])
-    lines = [_step_lines(style, index, step) for index, step in enumerate(steps)]
-
-    def build(kept: int) -> str:
-        first, last = (kept + 1) // 2, kept // 2
-        left_out = len(lines) - kept
-        middle = [f"({left_out} steps left out)"] if left_out else []
-        body = [*lines[:first], *middle, *lines[len(lines) - last :]]
-        return "\n".join([head, f"Task: {task}", f"Outcome: {outcome}", *body])
-
-    if fits(build(len(lines))):
-        return build(len(lines))
-    low, high = 2, len(lines) - 1  # the largest number of steps that fits, by bisection
-    while low < high:
-        kept = (low + high + 1) // 2
-        low, high = (kept, high) if fits(build(kept)) else (low, kept - 1)
-    return build(low) if high >= 2 and fits(build(low)) else None

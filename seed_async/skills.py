@@ -1,4 +1,4 @@
-"""Reads the analyzer's answer: a tolerant parser for one JSON object with `episode_summary` and `episode_skill`.
+"""Reads the analyzer's answer: a tolerant parser for one JSON object with a summary, a skill and maybe step skills.
 
 Language models wrap JSON in fences and prose, leave trailing commas and use single quotes; all of these are read. The
 work is bounded, so hostile output costs milliseconds.
@@ -9,6 +9,8 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from seed_async.messages import StepSkill
+
 MAX_ANSWER_CHARACTERS = 65536
 MAX_CANDIDATES = 16
 """An answer holds one object; a few more are looked at because prose may contain braces."""
@@ -16,10 +18,11 @@ _TRAILING_COMMA = re.compile(r",(\s*[}\]])")
 
 
 class ParsedSkill(NamedTuple):
-    """The two fields of an analysis."""
+    """The fields of an analysis."""
 
     episode_summary: str
     episode_skill: str
+    step_skills: tuple[StepSkill, ...] = ()
 
 
 def _objects(text: str) -> list[str]:
@@ -44,9 +47,14 @@ def _objects(text: str) -> list[str]:
     return found
 
 
+def _loads(text: str) -> Any:
+    """JSON, with raw line breaks in strings forgiven."""
+    return json.loads(text, strict=False)
+
+
 def _read_object(text: str) -> dict[str, Any] | None:
     # The repair comes last, because it would also change a text that holds a comma before a bracket.
-    for read in (json.loads, ast.literal_eval, lambda raw: json.loads(_TRAILING_COMMA.sub(r"\1", raw))):
+    for read in (_loads, ast.literal_eval, lambda raw: _loads(_TRAILING_COMMA.sub(r"\1", raw))):
         try:
             value = read(text)
         # literal_eval reads single-quoted dictionaries; all report bad or too deeply nested input in these ways.
@@ -57,16 +65,33 @@ def _read_object(text: str) -> dict[str, Any] | None:
     return None
 
 
-def parse_analysis(answer: str) -> ParsedSkill | None:
-    """Return the first object that has a non-empty `episode_skill` string, or None."""
+def parse_analysis(answer: str, num_steps: int = 0, max_step_skills: int = 0) -> ParsedSkill | None:
+    """Return the first object that has a non-empty `episode_skill` string, or None.
+
+    Of `step_skills`, a list of {"step": int, "skill": str}, at most `max_step_skills` are kept: the first entry of each
+    of the `num_steps` steps of the trajectory. Entries that are anything else are left out, never the whole answer.
+    """
     for candidate in _objects(answer[:MAX_ANSWER_CHARACTERS]):
         value = _read_object(candidate)
         if value is None:
             continue
         skill, summary = value.get("episode_skill"), value.get("episode_summary", "")
         if isinstance(skill, str) and skill.strip():
-            return ParsedSkill(_clean(summary) if isinstance(summary, str) else "", _clean(skill))
+            steps = _step_skills(value.get("step_skills"), num_steps)[:max_step_skills]
+            return ParsedSkill(_clean(summary) if isinstance(summary, str) else "", _clean(skill), steps)
     return None
+
+
+def _step_skills(entries: object, num_steps: int) -> tuple[StepSkill, ...]:
+    found: dict[int, StepSkill] = {}
+    for entry in entries if isinstance(entries, list) else ():
+        step, skill = (entry.get("step"), entry.get("skill")) if isinstance(entry, dict) else (None, None)
+        if type(step) is not int or step not in range(num_steps) or not isinstance(skill, str):  # True is an int too
+            continue
+        text = _clean(skill)
+        if text and step not in found:
+            found[step] = StepSkill(step=step, skill=text)
+    return tuple(found.values())
 
 
 def _clean(text: str) -> str:

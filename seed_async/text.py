@@ -18,8 +18,12 @@ _SENTINEL = "\x02response\x02"
 """Stands for a response while a template is rendered; no template or observation holds this control character."""
 
 
+_PROBES = (_SENTINEL, f"<think>why</think>{_SENTINEL}")
+"""Responses that an append-only template leaves as they are; published ones are known to strip earlier thinking."""
+
+
 class ChatTemplateError(ValueError):
-    """A chat template that cannot be used: missing, failing, or not append-only."""
+    """A chat template that cannot be used: missing, failing, or not append-only where that is needed."""
 
 
 class Chat(NamedTuple):
@@ -37,13 +41,19 @@ class ChatTokenizer:
     """The tokenizer and chat template of a Hugging Face folder. Immutable; safe to share."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, eos_ids: Sequence[int]) -> None:
-        """Compile the template and check that it is append-only, which the transcript layout needs."""
+        """Compile the template and find out whether it is append-only. Raises ChatTemplateError when it fails."""
         self._tokenizer = tokenizer
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        # Published templates use `break`, as the library they are written for lets them.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _raise_exception
         self._template = environment.from_string(template)
         self.eos_ids = tuple(eos_ids)
-        self._check_append_only()
+        self.append_only = self._find_append_only()
+        """Whether a chat only ever grows at its end, so that sampled ids can stay where they are (transcript layout);
+        no for templates that strip earlier thinking, or that put into the open turn what they leave out of a past one.
+        """
 
     @classmethod
     def load(cls, model_dir: Path) -> "ChatTokenizer":
@@ -80,26 +90,36 @@ class ChatTokenizer:
 
     def first_prompt(self, user: str) -> np.ndarray:
         """Ids of a chat that opens with one user message, up to where the response begins, int32 [P]."""
-        return self.encode(self.render([Chat("user", user)], add_generation_prompt=True))
+        return self.chat_prompt([Chat("user", user)])
+
+    def chat_prompt(self, messages: Sequence[Chat]) -> np.ndarray:
+        """Ids of a whole chat, rendered anew, up to where the next response begins, int32 [P]."""
+        return self.encode(self.render(messages, add_generation_prompt=True))
 
     def next_prompt(self, user: str, *, after_eos: bool) -> np.ndarray:
         """Ids that follow a response: its end (unless the response sampled it), the next user message, the new turn.
 
-        `after_eos` says whether the response's last id is an end-of-sequence id. int32 [P].
+        `after_eos` says whether the response's last id is an end-of-sequence id. int32 [P]. Raises ChatTemplateError
+        when the template is not append-only.
         """
+        if not self.append_only:
+            raise ChatTemplateError(
+                "the chat template is not append-only (it rewrites earlier turns): a chat cannot be continued by ids"
+            )
         chat = [Chat("user", ""), Chat("assistant", _SENTINEL), Chat("user", user)]
         tail = self.render(chat, add_generation_prompt=True).rpartition(_SENTINEL)[2]
         ids = self.encode(tail)
         return ids[1:] if after_eos and ids.size and int(ids[0]) in self.eos_ids else ids
 
-    def _check_append_only(self) -> None:
+    def _find_append_only(self) -> bool:
         opening = [Chat("user", "a")]
         prompt = self.render(opening, add_generation_prompt=True)
-        chat = [*opening, Chat("assistant", _SENTINEL), Chat("user", "b")]
-        if not self.render(chat, add_generation_prompt=True).startswith(prompt + _SENTINEL):
-            raise ChatTemplateError(
-                "the chat template is not append-only (it rewrites earlier turns), which the transcript layout needs"
-            )
+        return all(
+            self.render(
+                [*opening, Chat("assistant", response), Chat("user", "b")], add_generation_prompt=True
+            ).startswith(prompt + response)
+            for response in _PROBES
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

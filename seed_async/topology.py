@@ -8,10 +8,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from seed_async.methods import IDLE_KEYS, MAX_STEP_SKILLS, METHODS_OF_KEY, SKILL_SOURCES, MethodName, SkillSource
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
-MethodName = Literal["seed", "grpo"]
 TaskType = Literal[
     "pick_and_place_simple",
     "look_at_obj_in_light",
@@ -75,7 +76,11 @@ class Env(Section):
     id: str = "alfworld"
     """A built-in environment, or `module:Class` of your own suite."""
     games: str = "generated"
-    """`generated`, or a path to a compact JSONL(.xz) file or an official game folder."""
+    """`generated`; `official` for what `alfworld-download` has fetched; or a path to a compact JSONL(.xz) file or an
+    official game folder."""
+    backend: Literal["own", "textworld"] = "own"
+    """`own` is our engine. `textworld` is the original (extra `alfworld`): the same text a thousand times slower, one
+    process of about 100 MB for each game that is played at once."""
     split: str = "train"
     max_steps: Positive = 30
     vocabulary: Literal["move", "put"] = "move"
@@ -125,6 +130,9 @@ class Stage1(Section):
     """Share of the expert's steps replaced by a random admissible command, whose tokens carry no loss."""
     skill_share: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Share of demonstrations whose prompt carries the oracle's skill, so that the policy learns to read one."""
+    generated_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of both that is made on generated games (`env.generated`, `env.filter`) when `env.games` names others. A
+    tiny model learns two dozen real rooms by heart; rooms that never repeat make it read."""
     analysis_rows: NonNegative = 300
     """Trajectories with the oracle annotator's analysis."""
     prompt_loss_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -148,8 +156,13 @@ class Rollout(Section):
     groups_per_update: Positive = 16
     group_size: Positive = 8
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    layout: Literal["transcript"] = "transcript"
-    """The whole episode as one append-only chat (algorithm specification, section 3)."""
+    layout: Literal["transcript", "windowed"] = "transcript"
+    """`transcript`: the whole episode as one append-only chat. `windowed`: each step is a prompt of its own, with a
+    history block (the paper's; algorithm specification, section 3)."""
+    history_window: NonNegative = 5
+    """Layout `windowed`: observation/action pairs in the history block. Fewer are shown when they would not fit."""
+    strict_admissible: bool = False
+    """An action outside the admissible list is penalised like an unparsable one. The public recipe does not check."""
     prompt_style: Literal["full", "compact"] = "full"
     """`full` lists the admissible commands each turn; `compact` keeps the observation only, for tiny models."""
     max_context_tokens: Positive = 2048
@@ -180,6 +193,14 @@ class Analysis(Section):
     prompt_style: Literal["full", "compact"] = "full"
 
 
+class Skills(Section):
+    """Skills that nobody has to write during the run."""
+
+    library: Annotated[str, Field(min_length=1)] | None = None
+    """A built-in library's name or the path of a Markdown file (docs/methods.md). None takes the one of the
+    environment. Method `sdar` takes every skill from it, `opsd` those of trajectories whose analysis failed."""
+
+
 class Optimizer(Section):
     """AdamW, constant learning rate (the paper's values)."""
 
@@ -205,6 +226,16 @@ class Loss(Section):
     opd_coef: Annotated[float, Field(ge=0)] = 0.01
     opd_beta: Annotated[float, Field(ge=0)] = 5.0
     opd_gate: Literal["sigmoid", "centered", "positive_only"] = "sigmoid"
+    opid_coef: Annotated[float, Field(ge=0)] = 0.001
+    """Method `opid`: weight of the log-prob shift under the skill, added to the advantage."""
+    opsd_coef: Annotated[float, Field(ge=0)] = 1.0
+    """Method `opsd`: weight of the reverse KL to the skill context."""
+    opsd_rl: bool = False
+    """Method `opsd`: keep the RL term beside the distillation."""
+    gigpo_discount: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Method `gigpo`: discount of a step's return."""
+    gigpo_step_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Method `gigpo`: weight of the step advantage beside the episode's."""
     reward_scale: Annotated[float, Field(gt=0)] = 10.0
     invalid_penalty: Annotated[float, Field(ge=0)] = 0.1
     divide_by_std: bool = True
@@ -230,7 +261,7 @@ class Policy(Section):
 
 
 class Analyzers(Section):
-    """Analyzer workers; the method grpo starts none."""
+    """Analyzer workers; a method without hindsight skills starts none."""
 
     replicas: Positive = 1
     max_slots: Positive = 16
@@ -292,6 +323,9 @@ class Supervision(Section):
     max_restarts: NonNegative = 5
     """Restarts of one process within `window_s` before the run is given up."""
     window_s: Seconds = 120.0
+    hang_timeout_s: Seconds = 60.0
+    """A process whose main loop has not turned for this long is killed, and then treated like one that died. The
+    learner's loop turns once a micro-batch: keep it above the longest of them."""
     backoff_max_s: Seconds = 32.0
     stop_timeout_s: Seconds = 30.0
     """Time between SIGTERM and SIGKILL at the end."""
@@ -308,6 +342,7 @@ class Topology(Section):
     rollout: Rollout = Rollout()
     staleness: Staleness = Staleness()
     analysis: Analysis = Analysis()
+    skills: Skills = Skills()
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
     roles: Roles = Roles()
@@ -317,6 +352,11 @@ class Topology(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.stage1.generated_share and (self.env.id != "alfworld" or self.env.games == "generated"):
+            raise ValueError(
+                f"stage1.generated_share {self.stage1.generated_share} mixes generated games into those of a file or "
+                f"folder of ALFWorld: env.id is {self.env.id}, env.games {self.env.games}"
+            )
         if self.rollout.group_size == 1 and self.loss.divide_by_std:
             raise ValueError(
                 "rollout.group_size 1 has no spread to divide by: set loss.divide_by_std: false or a larger group"
@@ -343,12 +383,66 @@ class Topology(Section):
             raise ValueError("rollout.max_response_tokens must be smaller than rollout.max_context_tokens")
         return self
 
+    @model_validator(mode="after")
+    def _no_idle_keys(self) -> Self:
+        """Refuse a key that would do nothing. Compared with the default: a written-out topology holds every key."""
+        for key, methods in METHODS_OF_KEY.items():
+            if self.method not in methods and not self._is_default(key):
+                raise ValueError(
+                    f"{key} has no effect with method {self.method} (only with {', '.join(methods)}): remove it"
+                )
+        if self.rollout.layout != "windowed" and not self._is_default("rollout.history_window"):
+            raise ValueError(
+                f"rollout.history_window has no effect with rollout.layout {self.rollout.layout} (only with windowed): "
+                "remove it"
+            )
+        return self
+
+    def _is_default(self, key: str) -> bool:
+        *path, name = key.split(".")
+        values: Section = self
+        for part in path:
+            values = getattr(values, part)
+        return bool(getattr(values, name) == type(values).model_fields[name].default)
+
+    @property
+    def idle_keys(self) -> tuple[str, ...]:
+        """Keys that were changed and that this method does not read: shared ones, so that methods can be compared."""
+        return tuple(
+            key for key, methods in IDLE_KEYS.items() if self.method not in methods and not self._is_default(key)
+        )
+
     @property
     def run_dir(self) -> Path:
         """The run directory: run.dir / run.name."""
         return self.run.dir / self.run.name
 
     @property
+    def skill_source(self) -> SkillSource:
+        """Where the teacher's skill comes from: an analysis of the trajectory, a library, or nowhere."""
+        return SKILL_SOURCES[self.method]
+
+    @property
     def uses_skills(self) -> bool:
-        """Whether the method analyses trajectories: everything but grpo."""
-        return self.method != "grpo"
+        """Whether the method has a teacher with a skill: skill_source is not none."""
+        return self.skill_source != "none"
+
+    @property
+    def uses_analyzers(self) -> bool:
+        """Whether finished trajectories are analysed during the run: skill_source is hindsight."""
+        return self.skill_source == "hindsight"
+
+    @property
+    def reads_library(self) -> bool:
+        """Whether the teacher may read the skill library: sdar always, opsd where it has no hindsight skill."""
+        return self.method in METHODS_OF_KEY["skills.library"]
+
+    @property
+    def pins_analyzer(self) -> bool:
+        """Whether the analyzer keeps the weights of version 0 for the whole run: seed_static."""
+        return self.method == "seed_static"
+
+    @property
+    def max_step_skills(self) -> int:
+        """Step skills that an analysis may hold: 5 for opid, else 0."""
+        return MAX_STEP_SKILLS if self.method == "opid" else 0

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from yaml.composer import ComposerError
 
+from seed_async.skill_library import SkillLibraryError, library_of
 from seed_async.topology import Topology
 
 MAX_FILE_BYTES = 1 << 20
@@ -177,9 +178,14 @@ def parse_topology(text: str, where: str, overrides: Sequence[str] = ()) -> Topo
     data, lines = _parse(_substitute(text, where), where)
     applied = {_apply_override(data, override): override for override in overrides}
     try:
-        return Topology.model_validate(data)
+        topology = Topology.model_validate(data)
+        library_of(topology)
     except ValidationError as error:
         raise TopologyError(_describe(error, where, lines, applied)) from error
+    except SkillLibraryError as error:
+        key: KeyPath = ("skills", "library") if ("skills", "library") in lines else ("method",)
+        raise TopologyError(f"{where}:{_line_at(lines, key)}: {error}") from error
+    return topology
 
 
 def load_topology(path: Path, overrides: Sequence[str] = ()) -> Topology:

@@ -17,6 +17,10 @@ LINES = (
     "Nothing happens.",
     'Analyse the episode. {"episode_summary": "won", "episode_skill": "take the mug, clean it, put it down"}',
 )
+STRIPS_EARLIER_THINKING = CHAT_TEMPLATE.replace(
+    "+ message['content'] +", "+ (message['content'].split('</think>') | last) +"
+)
+"""What published templates of reasoning models do: not append-only."""
 
 
 def write_corpus(folder: Path) -> Path:

@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from seed_async.actors.analyzer import analysis_text, outcome_of
-from seed_async.messages import Trajectory, TrajectoryStatus
+from seed_async.actors.analyzer import analysis_text, first_version, outcome_of, read_skill
+from seed_async.messages import Skill, StepSkill, Trajectory, TrajectoryStatus
 from seed_async.topology import Analysis
 from tests.fakes.chat import tiny_chat
-from tests.fakes.episodes import make_lease, make_trajectory, make_turn
+from tests.fakes.episodes import make_lease, make_trajectory, make_turn, small_topology
 
 
 def episode(num_turns: int, status: TrajectoryStatus = "won") -> Trajectory:
@@ -51,3 +51,25 @@ def test_without_room_for_both_ends_there_is_no_analysis() -> None:
     """The trajectory then trains with the RL terms only."""
     settings = Analysis(prompt_style="compact", max_context_tokens=40, max_output_tokens=20)
     assert analysis_text(episode(3), settings, tiny_chat()) is None
+
+
+def test_step_skills_are_asked_for_and_read_with_their_steps() -> None:
+    """Of opid; a step that was not played is left out."""
+    text = analysis_text(episode(3), Analysis(), tiny_chat(), max_step_skills=5)
+    assert text is not None and '"step_skills": at most 5 entries' in text
+    output = (
+        '{"episode_summary": "won", "episode_skill": "look",'
+        ' "step_skills": [{"step": 2, "skill": "stop"}, {"step": 3, "skill": "go on"}]}'
+    )
+    assert read_skill(output, 3, version=4, max_step_skills=5) == Skill(
+        episode_summary="won", episode_skill="look", version=4, step_skills=(StepSkill(step=2, skill="stop"),)
+    )
+    plain = read_skill(output, 3, version=4)
+    assert plain is not None and plain.step_skills == ()
+    assert read_skill("no json", 3, version=4, max_step_skills=5) is None
+
+
+def test_a_static_analyzer_starts_at_version_0_and_every_other_waits_for_weights() -> None:
+    """The initial checkpoint is version 0, also for an analyzer that starts again later."""
+    assert first_version(small_topology(method="seed_static")) == 0
+    assert first_version(small_topology(method="seed")) == -1

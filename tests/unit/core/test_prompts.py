@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 
 from seed_async.prompts import (
     YOUR_TURN,
-    Outcome,
+    FirstPrompt,
+    PastStep,
     PromptStyle,
-    StepText,
     action_response,
-    analysis_prompt,
     first_prompt,
     insert_skill,
     next_prompt,
     parse_action,
     plain_observation,
+    windowed_prompt,
 )
 
 OPENING = (
@@ -23,11 +23,6 @@ OPENING = (
     "Your task is to: put a clean mug in shelf."
 )
 STYLES: list[PromptStyle] = ["full", "compact"]
-
-
-def steps(number: int, size: int = 10) -> list[StepText]:
-    """Distinct steps of about `size` characters each."""
-    return [StepText(f"seen {index} " + "o" * size, f"said {index}", index % 2 == 0) for index in range(number)]
 
 
 def test_the_banner_and_the_task_sentence_leave_the_observation() -> None:
@@ -54,30 +49,6 @@ def test_the_full_style_lists_commands_and_ends_with_the_turn_line() -> None:
         YOUR_TURN,
     ]
     assert next_prompt("compact", "Hm.", ["look"]) == "Hm."
-
-
-@pytest.mark.parametrize(
-    ("response", "command"),
-    [
-        ("<action>go to shelf 1</action>", "go to shelf 1"),
-        ("<think>why</think> so <action> go \n to  shelf 1 </action> done", "go to shelf 1"),
-        ("go to shelf 1", None),
-        ("<action></action>", None),
-        ("<action>   </action>", None),
-        ("<action>look</action><action>look</action>", None),
-        ("<action><action>look</action>", None),
-        ("<action>look</action></action>", None),
-        ("<think>I write <action> tags</think><action>look</action>", None),
-        ("<action>look", None),
-        ("look</action>", None),
-        ("<ACTION>look</ACTION>", None),
-        ("</action>look<action>", None),
-        ("", None),
-    ],
-)
-def test_exactly_one_action_parses(response: str, command: str | None) -> None:
-    """Anything else plays the empty command."""
-    assert parse_action(response) == (command or "", command is not None)
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="<>"), min_size=1))
@@ -117,38 +88,88 @@ def test_insertion_never_alters_the_prompt(prompt: str, task_line: str) -> None:
     assert without_skill(insert_skill(prompt, task_line, "#"), "#") == prompt
 
 
-@pytest.mark.parametrize("outcome", ["success", "failure", "unknown"])
-def test_the_analysis_prompt_holds_everything_when_it_fits(outcome: Outcome) -> None:
-    """Every step with its index, response and validity; the outcome decides the meaning of the skill."""
-    text = analysis_prompt("full", "x.", outcome, steps(3), lambda _: True)
-    assert text is not None
-    assert f"Outcome: {outcome}" in text and "Task: x." in text and "left out" not in text
-    for index in range(3):
-        assert f"[{index}] Observation: seen {index}" in text and f"[{index}] Response: said {index}" in text
-    assert "[1] Valid: False" in text and "[2] Valid: True" in text
-    assert ("avoidance" in text) == (outcome == "failure")
+PAST = [
+    PastStep(OPENING, "go to shelf 1"),
+    PastStep("You see a mug 1.", "take mug 1 from shelf 1"),
+    PastStep("You take it.", ""),
+]
+
+
+def windowed(style: PromptStyle, past: list[PastStep], window: int = 5, max_characters: int = 10_000) -> FirstPrompt:
+    """The prompt of a step in front of a shelf."""
+    prompt = windowed_prompt(
+        style, "x.", past, window, "A shelf.", ["look", "help"], lambda text: len(text) <= max_characters
+    )
+    assert prompt is not None
+    return prompt
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("limit", range(200, 2200, 100))
-def test_a_long_analysis_loses_middle_steps_only_and_says_so(style: PromptStyle, limit: int) -> None:
-    """First and last step stay; the result fits; one step more would not."""
-    whole = steps(20, 60)
-    text = analysis_prompt(style, "x.", "failure", whole, lambda text: len(text) <= limit)
-    if text is None:
-        assert limit < 1200
-        return
-    assert len(text) <= limit
-    shown = [index for index in range(20) if f"seen {index} " in text]
-    left_out = 20 - len(shown)
-    assert {0, 19} <= set(shown)
-    if left_out:
-        assert f"({left_out} steps left out)" in text
-        assert shown == [*range((len(shown) + 1) // 2), *range(20 - len(shown) // 2, 20)]
-    assert len(text) + 200 > limit or not left_out
+def test_the_first_step_of_the_windowed_layout_is_the_first_prompt_of_a_transcript(style: PromptStyle) -> None:
+    """There is no history yet."""
+    assert windowed(style, []) == first_prompt(style, "x.", "A shelf.", ["look"])
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_analysis_that_cannot_hold_both_ends_is_given_up(number: int) -> None:
-    """Nothing is ever cut at the front."""
-    assert analysis_prompt("compact", "x.", "success", steps(number, 500), lambda text: len(text) <= 300) is None
+def test_the_full_history_block_numbers_its_steps_and_says_how_many_there_were() -> None:
+    """Observations without banner and task, commands as they were played."""
+    assert windowed("full", PAST, window=2).text.split("\n")[1:] == [
+        "Task: x.",
+        "Steps so far: 3. The last 2:",
+        "[1] Observation: You see a mug 1.",
+        "[1] Action: take mug 1 from shelf 1",
+        "[2] Observation: You take it.",
+        "[2] Action: (no action understood)",
+        "Observation: A shelf.",
+        "Admissible actions: [look]",
+        YOUR_TURN,
+    ]
+
+
+def test_the_compact_history_block_is_bare() -> None:
+    """A tiny model pays for each token."""
+    text = windowed("compact", PAST[:2]).text
+    assert text == (
+        "Task: x.\nYou are in the middle of a room.\n> go to shelf 1\n"
+        "You see a mug 1.\n> take mug 1 from shelf 1\nA shelf."
+    )
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 9])
+def test_the_last_steps_are_shown_and_at_most_the_window(style: PromptStyle, window: int) -> None:
+    """Also more than there are, or none."""
+    past = [PastStep(f"seen {index}.", f"do {index}") for index in range(7)]
+    text = windowed(style, past, window).text
+    shown = [index for index in range(7) if f"seen {index}." in text]
+    assert shown == [index for index in range(7) if f"do {index}" in text] == list(range(7))[max(0, 7 - window) :]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("limit", range(20, 600, 20))
+def test_history_that_would_not_fit_loses_its_oldest_steps(style: PromptStyle, limit: int) -> None:
+    """One step more would not fit; the task, the present and its commands stay whole, or there is no prompt."""
+    past = [PastStep("o" * 50, f"do {index}") for index in range(5)]
+    whole = [windowed(style, past, window).text for window in range(6)]
+    fitting = [text for text in whole if len(text) <= limit]
+    prompt = windowed_prompt(style, "x.", past, 5, "A shelf.", ["look"], lambda text: len(text) <= limit)
+    assert (prompt.text if prompt else None) == (fitting[-1] if fitting else None)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_skill_stands_before_the_history(style: PromptStyle) -> None:
+    """Right after the task, in this layout too."""
+    prompt = windowed(style, PAST)
+    augmented = insert_skill(prompt.text, prompt.task_line, "look first")
+    lines = augmented.split("\n")
+    assert lines[lines.index("Task: x.") + 1] == "Skill: look first"
+    assert without_skill(augmented, "look first") == prompt.text
+
+
+def test_an_environment_of_free_text_lists_no_commands() -> None:
+    """An empty list would read as if nothing could be done."""
+    assert next_prompt("full", "Hm.", []).split("\n") == ["Observation: Hm.", YOUR_TURN]
+
+
+def test_help_is_never_listed() -> None:
+    """Whatever the environment says."""
+    assert "[look, go]" in next_prompt("full", "Hm.", ["look", "help", "go"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seed_async.messages import Skill
+from seed_async.messages import Skill, StepSkill
 from seed_async.skills import MAX_ANSWER_CHARACTERS, parse_analysis
 
 GOOD = '{"episode_summary": "won", "episode_skill": "look first"}'
@@ -52,6 +52,21 @@ READ = {
     "null after": f"{GOOD} null",
     "array around": f"[{GOOD}]",
     "byte order mark": "\ufeff" + GOOD,
+    "step skills nobody asked for": GOOD[:-1] + ', "step_skills": [{"step": 0, "skill": "look"}]}',
+    "step skills that are no list": GOOD[:-1] + ', "step_skills": "none"}',
+    "null step skills": GOOD[:-1] + ', "step_skills": null}',
+    "heading before": f"### Analysis\n\n{GOOD}",
+    "numbered list before": f"1. The agent looked.\n2. It won.\n\n{GOOD}",
+    "fence in another language": f"```python\n{GOOD}\n```",
+    "tilde fence": f"~~~json\n{GOOD}\n~~~",
+    "answer tag around": f"<answer>{GOOD}</answer>",
+    "thinking with braces": f"<think>{{maybe}} {{}}</think>\n{GOOD}",
+    "equals sign before": f"result = {GOOD};",
+    "closing bracket too many": f"{GOOD}}}}}",
+    "no-break spaces around": f"\u00a0{GOOD}\u00a0",
+    "list with a trailing comma": '{"episode_summary": "won", "episode_skill": "look first", "steps": [1, 2,],}',
+    "raw line break in the skill": '{"episode_summary": "won", "episode_skill": "look\nfirst"}',
+    "raw tab in the summary": '{"episode_summary": "\twon", "episode_skill": "look first"}',
     "nul character before": "\0" + GOOD,
 }
 KEPT = {
@@ -64,6 +79,9 @@ KEPT = {
     "no summary": ('{"episode_skill": "x"}', "x"),
     "list as summary": ('{"episode_summary": [1], "episode_skill": "x"}', "x"),
     "unicode": ('{"episode_skill": "première étape 🙂"}', "première étape 🙂"),
+    "bidirectional marks": ('{"episode_skill": "go \u202eback\u202c"}', "go \u202eback\u202c"),
+    "a fence in the skill": ('{"episode_skill": "use ```look```"}', "use ```look```"),
+    "an object in the skill": ('{"episode_skill": "answer {\\"a\\": 1}"}', 'answer {"a": 1}'),
     "escaped surrogate pair": ('{"episode_skill": "ok \\ud83d\\ude42"}', "ok 🙂"),
     "half of a surrogate pair": ('{"episode_skill": "ok \\ud83d"}', "ok ?"),
 }
@@ -97,7 +115,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", READ)
 def test_a_readable_answer_gives_both_fields(name: str) -> None:
     """Fences, prose, commas and quotes are forgiven."""
-    assert parse_analysis(READ[name]) == ("won", "look first")
+    assert parse_analysis(READ[name]) == ("won", "look first", ())
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -115,6 +133,50 @@ def test_an_unreadable_answer_gives_no_skill(name: str) -> None:
     assert parse_analysis(REFUSED[name]) is None
 
 
+STEPS = {
+    "plain": ('[{"step": 0, "skill": "a"}, {"step": 7, "skill": "b"}]', [(0, "a"), (7, "b")]),
+    "in any order": ('[{"step": 7, "skill": "b"}, {"step": 0, "skill": "a"}]', [(7, "b"), (0, "a")]),
+    "none": ("[]", []),
+    "more than asked for": (
+        "[" + ",".join(f'{{"step": {n}, "skill": "s"}}' for n in range(8)) + "]",
+        [(n, "s") for n in range(5)],
+    ),
+    "the same step twice": ('[{"step": 1, "skill": "a"}, {"step": 1, "skill": "b"}]', [(1, "a")]),
+    "a step that was never played": ('[{"step": 8, "skill": "a"}, {"step": 2, "skill": "b"}]', [(2, "b")]),
+    "a negative step": ('[{"step": -1, "skill": "a"}]', []),
+    "a step as text": ('[{"step": "1", "skill": "a"}]', []),
+    "a fraction": ('[{"step": 1.0, "skill": "a"}]', []),
+    "a boolean": ('[{"step": true, "skill": "a"}]', []),
+    "a huge step": ('[{"step": 99999999999999999999, "skill": "a"}]', []),
+    "no step": ('[{"skill": "a"}, {"step": 3, "skill": "b"}]', [(3, "b")]),
+    "no skill": ('[{"step": 1}, {"step": 3, "skill": "b"}]', [(3, "b")]),
+    "an empty skill": ('[{"step": 1, "skill": " "}, {"step": 1, "skill": "b"}]', [(1, "b")]),
+    "a number as skill": ('[{"step": 1, "skill": 5}]', []),
+    "entries of other kinds": ('[1, null, "a", [0], {"step": 3, "skill": "b"}]', [(3, "b")]),
+    "more fields": ('[{"step": 3, "why": {"x": 1}, "skill": "b"}]', [(3, "b")]),
+    "line breaks in the skill": ('[{"step": 3, "skill": "a\\n b"}]', [(3, "a b")]),
+    "trailing comma": ('[{"step": 3, "skill": "b"},]', [(3, "b")]),
+    "an object by step": ('{"3": "b"}', []),
+    "text": ('"step 3: b"', []),
+    "null": ("null", []),
+    "a number": ("3", []),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_bad_step_skills_are_left_out_and_never_the_whole_answer(name: str) -> None:
+    """Of eight steps, at most five skills, the first of each step."""
+    entries, expected = STEPS[name]
+    parsed = parse_analysis(f'{GOOD[:-1]}, "step_skills": {entries}}}', num_steps=8, max_step_skills=5)
+    assert parsed is not None and parsed[:2] == ("won", "look first")
+    assert parsed.step_skills == tuple(StepSkill(step=step, skill=skill) for step, skill in expected)
+
+
+def test_the_corpus_is_as_large_as_it_should_be() -> None:
+    """Analyses in every form that language models give them."""
+    assert len(READ) + len(KEPT) + len(REFUSED) + len(STEPS) >= 60
+
+
 HOSTILE = {
     "opening braces": "{" * (1 << 20),
     "pairs of braces": "{}" * (1 << 19),
@@ -127,6 +189,9 @@ HOSTILE = {
     "spaces after commas": "{" + ("," + " " * 200) * 300 + "}",
     "quotes": '{"' * 30000,
     "backslashes": '{"' + "\\" * 60000 + '"}',
+    "a list of empty step skills": '{"episode_skill": 1, "step_skills": [' + "{}," * 20000 + "{}]}",
+    "closing braces": "}" * (1 << 20),
+    "alternating quotes and braces": "{\"'" * 200_000,
     "sixteen long candidates": ("{" + "'a'," * 1000 + "}") * 16,
 }
 

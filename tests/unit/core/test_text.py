@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seed_async.learner.init_model import CHAT_TEMPLATE, END, PAD
 from seed_async.text import Chat, ChatTemplateError, ChatTokenizer
-from tests.fakes.chat import raw_tokenizer, tiny_chat
+from tests.fakes.chat import STRIPS_EARLIER_THINKING, raw_tokenizer, tiny_chat
 
 STRIPS_EARLIER_TURNS = (
     "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}"
@@ -63,11 +63,37 @@ def test_a_template_that_puts_something_before_its_eos_keeps_it() -> None:
     np.testing.assert_array_equal(chat.next_prompt("hm", after_eos=True), chat.next_prompt("hm", after_eos=False))
 
 
-@pytest.mark.parametrize("template", [STRIPS_EARLIER_TURNS, ADDS_THINKING_TO_THE_PROMPT])
-def test_a_template_that_rewrites_earlier_turns_is_refused(template: str) -> None:
-    """The transcript layout and the prefix cache need an append-only chat."""
-    with pytest.raises(ChatTemplateError, match="append-only"):
-        tiny_chat(template)
+@pytest.mark.parametrize("template", [STRIPS_EARLIER_TURNS, STRIPS_EARLIER_THINKING, ADDS_THINKING_TO_THE_PROMPT])
+def test_a_template_that_rewrites_earlier_turns_is_noticed_and_no_chat_is_continued(template: str) -> None:
+    """The transcript layout and the prefix cache need an append-only chat; single prompts do not."""
+    chat = tiny_chat(template)
+    assert not chat.append_only and chat.first_prompt("hm").size
+    with pytest.raises(ChatTemplateError, match="not append-only"):
+        chat.next_prompt("hm", after_eos=True)
+
+
+def test_the_projects_own_template_is_append_only() -> None:
+    """Also for responses that think."""
+    assert tiny_chat().append_only
+
+
+def test_a_template_may_leave_a_loop_early() -> None:
+    """Published templates look for the last question that way."""
+    stops = CHAT_TEMPLATE.replace(
+        "{% endfor %}", "{% if message['content'] == 'stop' %}{% break %}{% endif %}{% endfor %}"
+    )
+    messages = [Chat("user", "stop"), Chat("assistant", "unseen")]
+    assert tiny_chat(stops).render(messages, add_generation_prompt=False) == "<|user|>stop<|end|>"
+
+
+def test_a_chat_prompt_is_the_whole_chat_rendered_anew() -> None:
+    """Earlier thinking is gone where the template strips it."""
+    messages = [Chat("user", "a"), Chat("assistant", "<think>why</think>look"), Chat("user", "b")]
+    chat = tiny_chat(STRIPS_EARLIER_THINKING)
+    ids = chat.chat_prompt(messages)
+    np.testing.assert_array_equal(ids, chat.encode(chat.render(messages, add_generation_prompt=True)))
+    assert "look" in chat.decode(ids) and "why" not in chat.decode(ids)
+    np.testing.assert_array_equal(chat.chat_prompt(messages[:1]), chat.first_prompt("a"))
 
 
 ESCAPES = [

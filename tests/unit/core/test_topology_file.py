@@ -1,9 +1,12 @@
 """The topology file: what bad input gets, and the way back."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from seed_async.launcher import role_processes
+from seed_async.methods import IDLE_KEYS, METHODS_OF_KEY, MethodName
 from seed_async.topology import Topology
 from seed_async.topology_file import MAX_FILE_BYTES, TopologyError, dump_topology, load_topology, parse_topology
 
@@ -181,6 +184,88 @@ def test_set_reaches_any_depth_and_is_read_as_yaml() -> None:
     assert topology.roles.evaluation is not None and topology.roles.evaluation.games == 7
     assert topology.env.filter.rooms == ("kitchen",)
     assert not topology.uses_skills and topology.run.max_minutes is None
+
+
+SOURCES = {
+    "grpo": "none",
+    "seed": "hindsight",
+    "seed_static": "hindsight",
+    "sdar": "library",
+    "opid": "hindsight",
+    "opsd": "hindsight",
+    "gigpo": "none",
+}
+
+
+@pytest.mark.parametrize("method", get_args(MethodName))
+def test_a_method_decides_where_skills_come_from_and_who_needs_analyzers(method: str) -> None:
+    topology = parse_topology(MINIMAL, "t.yaml", (f"method={method}",))
+    assert topology.skill_source == SOURCES[method]
+    assert topology.uses_skills == (SOURCES[method] != "none")
+    assert topology.uses_analyzers == (SOURCES[method] == "hindsight")
+    assert topology.pins_analyzer == (method == "seed_static")
+    assert topology.max_step_skills == (5 if method == "opid" else 0)
+    roles = [role for role, _, _ in role_processes(topology)]
+    assert ("analyzer" in roles) == topology.uses_analyzers
+
+
+@pytest.mark.parametrize(
+    ("override", "method"),
+    [
+        ("loss.opid_coef=0.01", "opid"),
+        ("loss.opsd_rl=true", "opsd"),
+        ("loss.gigpo_discount=0.9", "gigpo"),
+        ("loss.gigpo_step_weight=0.5", "gigpo"),
+        ("skills.library=alfworld", "sdar, opsd"),
+    ],
+)
+def test_a_key_of_another_method_is_refused(override: str, method: str) -> None:
+    key = override.partition("=")[0]
+    assert f"{key} has no effect with method seed (only with {method}): remove it" in error_of(MINIMAL, override)
+    for each in method.split(", "):
+        topology = parse_topology(MINIMAL, "t.yaml", (override, f"method={each}"))
+        assert parse_topology(dump_topology(topology), "again") == topology
+
+
+def test_a_changed_key_that_the_method_does_not_read_is_known() -> None:
+    given = ("loss.opd_beta=3", "analysis.timeout_s=9", "roles.analyzers.threads=2")
+    assert parse_topology(MINIMAL, "t.yaml", given).idle_keys == ()
+    grpo = parse_topology(MINIMAL, "t.yaml", (*given, "method=grpo"))
+    assert grpo.idle_keys == ("loss.opd_beta", "analysis.timeout_s", "roles.analyzers.threads")
+    assert parse_topology(MINIMAL, "t.yaml", (*given, "method=opid")).idle_keys == ("loss.opd_beta",)
+    assert parse_topology(MINIMAL, "t.yaml", ("method=gigpo",)).idle_keys == ()
+
+
+def test_every_key_of_a_method_exists() -> None:
+    known = parse_topology(MINIMAL, "t.yaml").model_dump()
+    for key in (*METHODS_OF_KEY, *IDLE_KEYS):
+        section = known
+        for part in key.split("."):
+            section = section[part]
+
+
+def test_the_page_on_methods_names_every_method_and_key() -> None:
+    page = (ROOT / "docs/methods.md").read_text()
+    for method in get_args(MethodName):
+        assert f"| `{method}` |" in page
+    for key in METHODS_OF_KEY:
+        assert f"`{key}`" in page
+    for key in IDLE_KEYS:
+        assert f"`{key}`" in page or f"`{key.rpartition('.')[0]}.*`" in page
+
+
+def test_a_history_window_without_the_windowed_layout_is_refused() -> None:
+    assert "history_window has no effect with rollout.layout transcript" in error_of(
+        MINIMAL, "rollout.history_window=3"
+    )
+    topology = parse_topology(MINIMAL, "t.yaml", ("rollout.history_window=0", "rollout.layout=windowed"))
+    assert topology.rollout.history_window == 0
+
+
+@pytest.mark.parametrize("method", get_args(MethodName))
+def test_every_method_survives_being_written_out(method: str) -> None:
+    topology = parse_topology(MINIMAL, "t.yaml", (f"method={method}",))
+    assert parse_topology(dump_topology(topology), "again") == topology
 
 
 def test_the_last_set_wins() -> None:
