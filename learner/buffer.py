@@ -5,7 +5,6 @@ each member is a lease that one actor incarnation holds. A group is handed to th
 whole with its reason; nothing is ever trained twice.
 """
 
-import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,10 @@ from typing import Literal
 
 import numpy as np
 
-from seed_async.messages import AckStatus, Lease, Sample, SkillResult, Trajectory
+from seed_async.journal import Note
+from seed_async.learner.buffer_intake import trajectory_bytes, trajectory_fault
+from seed_async.messages import AckStatus, Lease, Sample, Skill, SkillResult, Trajectory
+from seed_async.skill_library import SkillLibrary
 from seed_async.staleness import StalenessBound
 from seed_async.topology import Topology
 
@@ -61,45 +63,6 @@ class _Group:
     tries: Counter[int] = field(default_factory=Counter)
 
 
-def trajectory_bytes(trajectory: Trajectory) -> int:
-    """Bytes of a trajectory's arrays and observations: what holding it costs."""
-    return sum(
-        turn.prompt_ids.nbytes
-        + turn.response_ids.nbytes
-        + turn.behaviour_logprob.nbytes
-        + turn.versions.nbytes
-        + len(turn.observation)
-        + len(turn.response)
-        for turn in trajectory.turns
-    )
-
-
-def trajectory_fault(trajectory: Trajectory, newest_version: int, vocabulary_size: int) -> str:
-    """Return what is wrong with a received trajectory, or an empty string.
-
-    `newest_version` is the newest that a policy server may serve.
-    """
-    if not trajectory.turns or not trajectory.turns[0].prompt_ids.size:
-        return "no turns, or nothing before the first response"
-    if not math.isfinite(trajectory.episode_return):
-        return "episode return is not finite"
-    for turn in trajectory.turns:
-        arrays = (turn.prompt_ids, turn.response_ids, turn.versions, turn.behaviour_logprob)
-        if any(array.ndim != 1 or array.dtype.kind != kind for array, kind in zip(arrays, "iiif", strict=True)):
-            return "an array has another type or shape than declared"
-        size = turn.response_ids.size
-        if size == 0 or turn.behaviour_logprob.size != size or turn.versions.size != size:
-            return "lengths of ids, log-probs and versions differ or are zero"
-        if not np.isfinite(turn.behaviour_logprob).all():
-            return "log-prob is not finite"
-        ids = np.concatenate([turn.prompt_ids, turn.response_ids])
-        if ids.min() < 0 or ids.max() >= vocabulary_size:
-            return "token id outside the vocabulary"
-        if turn.versions.min() < 0 or turn.versions.max() > newest_version:
-            return "version from the future"
-    return ""
-
-
 class GroupBuffer:
     """Leases, groups, skills and batches of one run (see the module's docstring)."""
 
@@ -108,11 +71,17 @@ class GroupBuffer:
         topology: Topology,
         vocabulary_size: int,
         on_fate: Callable[[Sample, Fate, int, int], None] = lambda *_: None,
+        library: SkillLibrary | None = None,
+        note: Note = lambda event, **_: None,
     ) -> None:
-        """`on_fate(sample, fate, version, age)` is called once for each accepted trajectory, when its fate is known."""
-        self._topology = topology
+        """Nothing is granted yet; `library` has the skills of a method that takes them from one.
+
+        `on_fate(sample, fate, version, age)` is called once for each accepted trajectory, when its fate is known;
+        `note` takes the entries of the provenance journal.
+        """
+        self._topology, self._library = topology, library
         self._vocabulary_size = vocabulary_size
-        self._on_fate = on_fate
+        self._on_fate, self._note = on_fate, note
         self._bound = StalenessBound(topology.staleness.max, topology.rollout.groups_per_update)
         self._num_tasks = 0
         self._tasks_digest = ""
@@ -151,7 +120,11 @@ class GroupBuffer:
         self._incarnations[actor] = incarnation
         self._progress[incarnation] = -1
         for lease_id in [key for key, held in self._held.items() if held.actor == actor]:
-            self._return(lease_id, "returned")
+            self._return(lease_id, "returned", "a new incarnation said hello")
+
+    def is_superseded(self, actor: str, incarnation: str) -> bool:
+        """Whether a later incarnation of the actor has said hello: this one gets no lease any more and must end."""
+        return self._incarnations.get(actor, incarnation) != incarnation
 
     def beat(self, incarnation: str, progress: int, now_s: float) -> None:
         """Renew the leases of an incarnation that made progress since its last beat."""
@@ -182,6 +155,14 @@ class GroupBuffer:
                 seed=int(np.random.SeedSequence([self._topology.run.seed, number]).generate_state(1)[0]),
             )
             self._held[lease.lease_id] = _Held(lease, actor, incarnation, now_s)
+            self._note(
+                "leased",
+                lease=lease.lease_id,
+                group=group_id,
+                member=member,
+                task=group.task_index,
+                incarnation=incarnation,
+            )
             self.counts["leased"] += 1
             leases.append(lease)
         return tuple(leases)
@@ -190,10 +171,12 @@ class GroupBuffer:
         """Take over a finished trajectory; returns its status and, for a refusal, what is wrong with it."""
         if trajectory.trajectory_id in self._seen:
             self.counts["duplicate"] += 1
+            self._note("duplicate", trajectory=trajectory.trajectory_id)
             return "duplicate", ""
         held = self._held.get(trajectory.lease_id)
         if held is None or held.incarnation != trajectory.incarnation:
             self.counts["fenced"] += 1
+            self._note("fenced", lease=trajectory.lease_id, trajectory=trajectory.trajectory_id)
             return "fenced", "the lease is no longer held by this incarnation"
         # A policy server may serve the next version before the learner has heard of all acknowledgements.
         fault = trajectory_fault(trajectory, self.version + 1, self._vocabulary_size)
@@ -201,27 +184,29 @@ class GroupBuffer:
             fault = "another group or member than the lease's"
         if fault:
             self.counts["refused"] += 1
-            self._return(trajectory.lease_id, "failed")
+            self._note("refused", lease=trajectory.lease_id, trajectory=trajectory.trajectory_id, reason=fault)
+            self._return(trajectory.lease_id, "failed", "its result was refused")
             return "refused", fault
         self._remember(trajectory.trajectory_id)
         del self._held[trajectory.lease_id]
         self._accept(trajectory, now_s)
         return "accepted", ""
 
-    def fail(self, lease_id: str, incarnation: str) -> bool:
+    def fail(self, lease_id: str, incarnation: str, reason: str = "") -> bool:
         """Return a lease whose episode failed; False when the incarnation does not hold it."""
         held = self._held.get(lease_id)
         if held is None or held.incarnation != incarnation:
             self.counts["fenced"] += 1
+            self._note("fenced", lease=lease_id)
             return False
-        self._return(lease_id, "failed")
+        self._return(lease_id, "failed", reason)
         return True
 
     def expire(self, now_s: float) -> None:
         """Return leases without progress, re-queue claims of dead analyzers, give up skills that come too late."""
         timeout_s = self._topology.buffer.lease_timeout_s
         for lease_id in [key for key, held in self._held.items() if now_s - held.renewed_at_s > timeout_s]:
-            self._return(lease_id, "returned")
+            self._return(lease_id, "returned", "no progress")
         for group in self._groups.values():
             for member in group.members.values():
                 if not member.resolved and now_s - member.arrived_at_s > self._topology.analysis.timeout_s:
@@ -284,10 +269,9 @@ class GroupBuffer:
             group = self._groups[group_id]
             for number in sorted(group.members):
                 sample = group.members[number].sample
-                age = version - sample.trajectory.oldest_version
-                self._trained_ages[age] += 1
+                self._trained_ages[version - sample.trajectory.oldest_version] += 1
                 self.counts["trained"] += 1
-                self._on_fate(sample, "trained", version, age)
+                self._end(sample, "trained", version)
                 samples.append(sample)
             self._forget(group)
         return tuple(samples)
@@ -328,6 +312,7 @@ class GroupBuffer:
                 "running": self.running,
             },
             "skills": {key: self.counts[f"skill_{key}"] for key in ("parsed", "unparsed", "timeout", "late")},
+            "skills_missing": self.counts["skill_missing"],
             "quarantined_tasks": sorted(self._quarantined),
             "ages": {str(age): number for age, number in sorted(self._trained_ages.items())},
             "balance_ok": accepted == trained + sum(self.dropped.values()) + self.buffered
@@ -338,8 +323,7 @@ class GroupBuffer:
         """Report the fate of what was never used."""
         for group in self._groups.values():
             for member in group.members.values():
-                age = self.version - member.trajectory.oldest_version
-                self._on_fate(member.sample, "unused", self.version, age)
+                self._end(member.sample, "unused", self.version)
 
     # Internals -------------------------------------------------------------------------------------------------
 
@@ -371,19 +355,39 @@ class GroupBuffer:
     def _accept(self, trajectory: Trajectory, now_s: float) -> None:
         group = self._groups[trajectory.group_id]
         num_bytes = trajectory_bytes(trajectory)
-        wanted = self._topology.uses_skills
-        sample = Sample(trajectory=trajectory, skill=None, skill_reason="" if wanted else "method")
+        wanted = self._topology.uses_analyzers
+        sample = Sample(trajectory=trajectory, skill=None) if wanted else self._sample_without_analysis(trajectory)
         group.members[trajectory.member] = _Member(trajectory, num_bytes, now_s, sample, resolved=not wanted)
         self._held_bytes += num_bytes
         self.counts["accepted"] += 1
+        self._note(
+            "accepted",
+            lease=trajectory.lease_id,
+            trajectory=trajectory.trajectory_id,
+            group=trajectory.group_id,
+            member=trajectory.member,
+            incarnation=trajectory.incarnation,
+            version=trajectory.oldest_version,
+            num_tokens=sum(turn.response_ids.size for turn in trajectory.turns),
+        )
         if wanted:
             self._analysis_queue[trajectory.trajectory_id] = (trajectory.group_id, trajectory.member)
         if len(group.members) == self._topology.rollout.group_size:
             self._complete.append(group.group_id)
 
-    def _return(self, lease_id: str, how: Literal["returned", "failed"]) -> None:
+    def _sample_without_analysis(self, trajectory: Trajectory) -> Sample:
+        if self._topology.skill_source != "library" or self._library is None:
+            return Sample(trajectory=trajectory, skill=None, skill_reason="method")
+        text = self._library.skill(trajectory.task_type)
+        if text is None:
+            self.counts["skill_missing"] += 1
+            return Sample(trajectory=trajectory, skill=None, skill_reason="no_entry")
+        return Sample(trajectory=trajectory, skill=Skill(episode_summary="", episode_skill=text, version=-1))
+
+    def _return(self, lease_id: str, how: Literal["returned", "failed"], reason: str) -> None:
         held = self._held.pop(lease_id)
         self.counts[how] += 1
+        self._note(how, lease=lease_id, reason=reason)
         group, member = self._groups[held.lease.group_id], held.lease.member
         group.tries[member] += how == "failed"
         if group.tries[member] >= self._topology.buffer.max_tries:
@@ -395,10 +399,11 @@ class GroupBuffer:
         self._quarantined.add(group.task_index)
         for member in group.members.values():
             self.dropped["failed_group"] += 1
-            self._on_fate(member.sample, "failed_group", self.version, self.version - member.trajectory.oldest_version)
+            self._end(member.sample, "failed_group", self.version)
         for lease_id in [key for key, held in self._held.items() if held.lease.group_id == group.group_id]:
             del self._held[lease_id]
             self.counts["returned"] += 1
+            self._note("returned", lease=lease_id, reason="its group failed")
         self._vacant = deque(item for item in self._vacant if item[0] != group.group_id)
         self._groups_admitted -= 1
         self._forget(group)
@@ -408,11 +413,32 @@ class GroupBuffer:
             old = not self._bound.admits(version, member.trajectory.oldest_version)
             reason: Fate = "stale" if old else "stale_group"
             self.dropped[reason] += 1
-            self._on_fate(member.sample, reason, version, version - member.trajectory.oldest_version)
+            self._end(member.sample, reason, version)
         self._groups_admitted -= 1
         self._forget(group)
 
+    def _end(self, sample: Sample, fate: Fate, version: int) -> None:
+        """Report the fate of an accepted trajectory."""
+        trajectory = sample.trajectory
+        age = version - trajectory.oldest_version
+        self._on_fate(sample, fate, version, age)
+        self._note(
+            fate if fate in ("trained", "unused") else "dropped",
+            trajectory=trajectory.trajectory_id,
+            group=trajectory.group_id,
+            member=trajectory.member,
+            reason="" if fate in ("trained", "unused") else fate,
+            version=version,
+            age=age,
+        )
+
     def _resolve(self, member: _Member, sample: Sample) -> None:
+        self._note(
+            "analysed",
+            trajectory=member.trajectory.trajectory_id,
+            reason=sample.skill_reason,
+            version=sample.skill.version if sample.skill else -1,
+        )
         member.sample, member.resolved = sample, True
         self._end_analysis(member)
 

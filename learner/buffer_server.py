@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from seed_async.journal import Journal
 from seed_async.learner.buffer import Fate, GroupBuffer
 from seed_async.messages import (
     Ack,
@@ -35,6 +36,7 @@ from seed_async.messages import (
 )
 from seed_async.reporting import report_buffer, report_rejected
 from seed_async.role import RoleContext
+from seed_async.skill_library import library_of
 from seed_async.transport import Request, Server
 
 HOLD_S = 2.0
@@ -52,7 +54,14 @@ class BufferServer:
         self._context = context
         self._server = Server(context.run_dir.buffer_endpoint(context.topology))
         config = json.loads((context.run_dir.initial_model(context.topology) / "config.json").read_text())
-        self._buffer = GroupBuffer(context.topology, int(config["vocab_size"]), self._record)
+        self._journal = Journal(context.run_dir.journal)
+        self._buffer = GroupBuffer(
+            context.topology,
+            int(config["vocab_size"]),
+            self._record,
+            library_of(context.topology),
+            self._journal.note,
+        )
         self._records = context.run_dir.trajectories.open("a")
         self._held: list[tuple[float, Request]] = []
         self._finished = False
@@ -75,6 +84,7 @@ class BufferServer:
     def run(self) -> None:
         """Answer until told to stop."""
         while not self._context.stop.is_set():
+            self._context.pulse.beat()
             now_s = time.monotonic()
             for request in self._server.poll(POLL_S):
                 self._held.append((now_s + HOLD_S, request))
@@ -84,6 +94,7 @@ class BufferServer:
             ]
         self._buffer.close()
         self._records.close()
+        self._journal.close()
         self._context.run_dir.counts.write_text(json.dumps(self._buffer.accounting(), indent=2) + "\n")
         self._server.close()
 
@@ -118,6 +129,8 @@ class BufferServer:
         return Ack()
 
     def _lease(self, message: LeaseRequest) -> Message | None:
+        if self._buffer.is_superseded(message.actor, message.incarnation):
+            return Ack(status="fenced", detail=f"another incarnation of {message.actor} has said hello")
         leases = self._buffer.grant(message.actor, message.incarnation, message.slots, time.monotonic())
         return LeaseGrant(leases=leases) if leases else None
 
@@ -133,7 +146,8 @@ class BufferServer:
 
     def _failed(self, message: EpisodeFailed) -> Message:
         self._context.log.warning("episode failed", lease=message.lease_id, reason=message.reason)
-        return Ack(status="accepted" if self._buffer.fail(message.lease_id, message.incarnation) else "fenced")
+        held = self._buffer.fail(message.lease_id, message.incarnation, message.reason)
+        return Ack(status="accepted" if held else "fenced")
 
     def _analysis(self, message: AnalysisRequest) -> Message | None:
         jobs = self._buffer.claim_analyses(message.max_jobs, time.monotonic())

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from seed_async.layouts import transcript_row
 from seed_async.learner.algorithms.terms import NonFiniteError
-from seed_async.learner.checkpoint import export_policy
+from seed_async.learner.export import export_policy
 from seed_async.learner.scoring import load_policy, plan_micro_batches, score
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Stage1, Topology

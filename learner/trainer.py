@@ -7,6 +7,7 @@ by acknowledgements, each wait with its deadline. Stops after the last update, w
 
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from seed_async.layouts import plain_row, skill_row
-from seed_async.learner.checkpoint import export_policy
+from seed_async.journal import Journal
+from seed_async.layouts import TokenRow, plain_rows, teacher_rows
+from seed_async.learner.algorithms.methods import Method, get_method
+from seed_async.learner.batch import LossConfig, UpdateBatch, UpdateTrajectory
+from seed_async.learner.export import export_policy
 from seed_async.learner.scoring import load_policy
-from seed_async.learner.step import LossConfig, UpdateBatch, UpdateTrajectory, update
+from seed_async.learner.step import update
 from seed_async.messages import Batch, BatchRequest, Finished, RunFinished, Sample
 from seed_async.role import RoleContext
+from seed_async.skill_library import SkillLibrary, library_of
 from seed_async.staleness import StalenessBound
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Topology
@@ -48,6 +53,11 @@ def loss_config(topology: Topology) -> LossConfig:
         opd_beta=loss.opd_beta,
         opd_coef=loss.opd_coef,
         opd_gate=loss.opd_gate,
+        opid_coef=loss.opid_coef,
+        opsd_coef=loss.opsd_coef,
+        opsd_rl=loss.opsd_rl,
+        gigpo_discount=loss.gigpo_discount,
+        gigpo_step_weight=loss.gigpo_step_weight,
         kl_coef=loss.kl_coef,
         entropy_coef=loss.entropy_coef,
         invalid_penalty=loss.invalid_penalty,
@@ -70,28 +80,66 @@ def numpy_weights(model: PreTrainedModel) -> dict[str, np.ndarray]:
     }
 
 
+def teacher_skill(sample: Sample, method: Method, library: SkillLibrary | None) -> tuple[str, dict[int, str]]:
+    """The skill of the teacher's contexts, empty for none, and the step skills that replace it, by turn."""
+    if method.has_teacher and sample.skill is not None:
+        steps = {step.step: step.skill for step in sample.skill.step_skills} if method.step_skills else {}
+        return sample.skill.episode_skill, steps
+    if method.uses_library and library is not None:
+        return library.skill(sample.trajectory.task_type) or "", {}
+    return "", {}
+
+
 def update_batch(
-    samples: Sequence[Sample], version: int, tokenizer: ChatTokenizer, topology: Topology, max_skill_tokens: int
-) -> tuple[UpdateBatch, int]:
-    """Turn received samples into an update's rows; returns also how many skill contexts were too long to score."""
-    trajectories, over_long = [], 0
+    samples: Sequence[Sample],
+    version: int,
+    tokenizer: ChatTokenizer,
+    topology: Topology,
+    max_skill_tokens: int,
+    library: SkillLibrary | None = None,
+) -> tuple[UpdateBatch, dict[str, float]]:
+    """Turn received samples into an update's rows.
+
+    Returns also the counts of what the distillation has to leave out: `masked_rows_REASON` and `masked_tokens_REASON`,
+    rows and response tokens without a teacher because their trajectory has no skill (by the sample's reason)
+    or because the augmented row is over `max_skill_tokens` (`over_long`).
+    """
+    method = get_method(topology.method)
+    observation_ids: dict[str, int] = {}
+    masked: Counter[str] = (
+        Counter(masked_rows_over_long=0, masked_tokens_over_long=0) if method.has_teacher else Counter()
+    )
+    trajectories = []
     for sample in samples:
         trajectory = sample.trajectory
-        skill = skill_row(trajectory, sample.skill.episode_skill, tokenizer) if sample.skill else None
-        if skill is not None and skill.token_ids.size > max_skill_tokens:
-            skill, over_long = None, over_long + 1
+        plain = plain_rows(trajectory)
+        skill: tuple[TokenRow, ...] = ()
+        episode_skill, step_skills = teacher_skill(sample, method, library)
+        if episode_skill:
+            teacher = teacher_rows(trajectory, episode_skill, step_skills, tokenizer, max_skill_tokens)
+            skill = teacher.rows
+            masked["masked_rows_over_long"] += teacher.rows_left_out
+            masked["masked_tokens_over_long"] += teacher.tokens_left_out
+        elif method.has_teacher:
+            reason = sample.skill_reason or "no_skill"
+            masked[f"masked_rows_{reason}"] += len(plain)
+            masked[f"masked_tokens_{reason}"] += sum(row.turn_index.size for row in plain)
+        turns = trajectory.turns
         trajectories.append(
             UpdateTrajectory(
-                plain=plain_row(trajectory),
-                behaviour_logprob=np.concatenate([turn.behaviour_logprob for turn in trajectory.turns]),
-                fresh=np.concatenate([turn.versions for turn in trajectory.turns]) == version,
-                invalid=np.array([not turn.parsed for turn in trajectory.turns]),
+                plain=plain,
+                behaviour_logprob=np.concatenate([turn.behaviour_logprob for turn in turns]),
+                fresh=np.concatenate([turn.versions for turn in turns]) == version,
+                invalid=np.array([not turn.parsed for turn in turns]),
+                observation_ids=np.array(
+                    [observation_ids.setdefault(turn.observation, len(observation_ids)) for turn in turns]
+                ),
                 episode_return=trajectory.episode_return * topology.loss.reward_scale,
                 group_id=trajectory.group_id,
                 skill=skill,
             )
         )
-    return UpdateBatch(tuple(trajectories)), over_long
+    return UpdateBatch(tuple(trajectories)), {name: float(count) for name, count in masked.items()}
 
 
 class Learner:
@@ -106,6 +154,8 @@ class Learner:
         self._tokenizer = ChatTokenizer.load(checkpoint)
         self._policy = load_policy(checkpoint)
         self._reference = load_policy(checkpoint).requires_grad_(False) if topology.loss.kl_coef > 0 else None
+        for model in filter(None, (self._policy, self._reference)):
+            model.base_model.register_forward_hook(lambda *_: context.pulse.beat())  # each micro-batch is a turn
         self._optimizer = torch.optim.AdamW(
             self._policy.parameters(),
             lr=topology.optimizer.lr,
@@ -113,10 +163,12 @@ class Learner:
             weight_decay=topology.optimizer.weight_decay,
         )
         self._config = loss_config(topology)
+        self._library = library_of(topology)
         self._first_batch_s: float | None = None
         self._publisher = WeightPublisher(Server(run_dir.weights_endpoint(topology)), SegmentStore(run_dir.segments()))
         self._buffer = Client(run_dir.buffer_endpoint(topology), context.name)
         self._metrics_file = run_dir.metrics.open("a")
+        self._journal = Journal(run_dir.trained)
 
     def run(self) -> None:
         """Update until the end of the run, export the policy, wait for its evaluation."""
@@ -129,6 +181,8 @@ class Learner:
                 break
             wait_s = time.monotonic() - waiting_since_s
             metrics = self._train(batch, version)
+            for sample in batch.samples:
+                self._journal.note("trained", trajectory=sample.trajectory.trajectory_id, version=version)
             version += 1
             publish_s = self._publish(version)
             self._record(batch, version, metrics | {"wait_s": wait_s, "publish_s": publish_s})
@@ -137,6 +191,7 @@ class Learner:
         self._publisher.close()
         self._buffer.close()
         self._metrics_file.close()
+        self._journal.close()
 
     def _over(self) -> bool:
         limit = self._topology.run.max_minutes
@@ -154,6 +209,7 @@ class Learner:
             self._context.metrics.histogram("wait_for_batch_seconds").time(),
         ):
             while not self._over():
+                self._context.pulse.beat()
                 reply = self._buffer.call(BatchRequest(version=version), BUFFER_TIMEOUT_S)
                 if isinstance(reply, Batch) and reply.samples:
                     self._check_ages(reply)
@@ -174,12 +230,16 @@ class Learner:
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
         started_s = time.monotonic()
         with self._context.timeline.span("train", version):
-            rows, over_long = update_batch(
-                batch.samples, version, self._tokenizer, self._topology, self._policy.config.max_position_embeddings
+            rows, masked = update_batch(
+                batch.samples,
+                version,
+                self._tokenizer,
+                self._topology,
+                self._policy.config.max_position_embeddings,
+                self._library,
             )
             metrics = update(rows, self._config, self._policy, self._reference, self._optimizer)
-        metrics["opd_active_ratio"] = metrics["skill_trajectories"] / metrics["trajectories"]
-        return metrics | {"step_s": time.monotonic() - started_s, "skill_over_long": float(over_long)}
+        return metrics | masked | {"step_s": time.monotonic() - started_s}
 
     def _publish(self, version: int) -> float:
         """Publish the policy as `version` and wait until the policy servers serve it; returns the seconds it took."""
@@ -188,7 +248,7 @@ class Learner:
             self._publisher.publish(version, numpy_weights(self._policy))
             replicas = self._topology.roles.policy.replicas
             for name in self._publisher.wait_acknowledged(
-                version, "policy", replicas, JOIN_TIMEOUT_S, self._context.stop
+                version, "policy", replicas, JOIN_TIMEOUT_S, self._context.stop, self._context.pulse.beat
             ):
                 self._context.metrics.counter("weight_receivers_evicted_total").inc()
                 self._context.log.warning("weight receiver given up", receiver=name, version=version)
@@ -215,6 +275,7 @@ class Learner:
     def _finish(self, version: int) -> None:
         """Say that this was the last version; wait until its evaluation is done."""
         while not self._context.stop.is_set():
+            self._context.pulse.beat()
             reply = self._buffer.call(RunFinished(version=version), BUFFER_TIMEOUT_S)
             if isinstance(reply, Finished) and reply.done:
                 return
@@ -233,13 +294,27 @@ def report_update(context: RoleContext, line: dict[str, Any]) -> None:
         "sampler_gap_max": "sampler_gap_max",
         "gate_mean": "opd_gate_mean",
         "opd_active_ratio": "opd_active_ratio",
+        "gate_above_half_fraction": "opd_gate_above_half_ratio",
+        "staleness_bias_ratio": "opd_staleness_bias_ratio",
+        "kl": "kl_nats",
+        "weight_truncated_fraction": "importance_truncated_ratio",
+        "effective_sample_share": "effective_sample_ratio",
+        "zero_variance_groups": "zero_variance_groups",
     }
     for key, gauge in gauges.items():
         if line.get(key) is not None:
             metrics.gauge(gauge).set(line[key])
+    for statistic in ("mean", "rms"):
+        metrics.gauge("opd_gap_nats", statistic=statistic).set(line[f"delta_{statistic}"])
+    for statistic in ("mean", "max"):
+        metrics.gauge("importance_weight", statistic=statistic).set(line[f"weight_{statistic}"])
+    for bound, key in (("ratio", "clip_fraction"), ("dual", "dual_clip_fraction")):
+        metrics.gauge("clip_ratio", bound=bound).set(line[key])
     for key, value in line.items():
         if key.startswith("loss_"):
             metrics.gauge("loss", term=key.removeprefix("loss_")).set(value)
+        elif key.startswith("masked_rows_"):
+            metrics.counter("masked_rows_total", reason=key.removeprefix("masked_rows_")).inc(value)
         elif key.startswith("seconds_"):
             metrics.histogram("learner_phase_seconds", phase=key.removeprefix("seconds_")).observe(value)
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from seed_async.metrics import Metrics
+from seed_async.pulse import Pulse
 from seed_async.rundir import RunDir
 from seed_async.timeline import Timeline
 from seed_async.topology import Topology
@@ -41,13 +43,19 @@ ROLE_MODULES = {
 LAUNCHER_PIPE = "SEED_ASYNC_LAUNCHER_FD"
 """Environment variable with the read end of a pipe whose only writer is the launcher."""
 
+NEMESIS = "SEED_ASYNC_NEMESIS"
+"""Environment variable that lets SIGUSR2 hang a process on purpose; set by `tools/nemesis.py` only."""
+
 STOP_INTERVAL_S = 0.1
 """How soon an asyncio role sees its stop flag."""
 
 
 @dataclass(frozen=True)
 class RoleContext:
-    """What a role's main loop is given. `stop` is set by SIGTERM: leave the loop, clean up, return."""
+    """What a role's main loop is given. `stop` is set by SIGTERM: leave the loop, clean up, return.
+
+    Each turn of the loop beats the `pulse`; a loop that stops beating is killed (`supervision.hang_timeout_s`).
+    """
 
     role: str
     index: int
@@ -56,6 +64,7 @@ class RoleContext:
     run_dir: RunDir
     metrics: Metrics
     timeline: Timeline
+    pulse: Pulse
     log: FilteringBoundLogger
     stop: threading.Event
 
@@ -82,6 +91,7 @@ async def run_until_stopped(context: RoleContext, work: Coroutine[Any, Any, None
     """Run an asyncio role to its end, or cancel it when SIGTERM sets the stop flag; its failure is raised."""
     task = asyncio.ensure_future(work)
     while not task.done() and not context.stop.is_set():
+        context.pulse.beat()  # a turn of the event loop, which a blocked coroutine would hold up
         await asyncio.wait({task}, timeout=STOP_INTERVAL_S)
     if not task.done():
         task.cancel()
@@ -113,6 +123,9 @@ def main() -> None:
     # SIGINT reaches the whole foreground process group; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    if NEMESIS in os.environ:
+        # The main thread alone stands still; the threads of ZeroMQ go on answering.
+        signal.signal(signal.SIGUSR2, lambda *_: time.sleep(3600))
     die_with_launcher()
     setproctitle.setproctitle(f"seed-async {arguments.role}-{arguments.index} {arguments.run_dir.name}")
     run_dir = RunDir(arguments.run_dir)
@@ -129,6 +142,7 @@ def main() -> None:
         run_dir=run_dir,
         metrics=metrics,
         timeline=timeline,
+        pulse=Pulse(run_dir.pulse(f"{arguments.role}-{arguments.index}")),
         log=_configure_log(arguments.role, arguments.index),
         stop=stop,
     )

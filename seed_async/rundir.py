@@ -3,7 +3,8 @@
 topology.yaml       the resolved topology          metrics.jsonl       one line an update (learner)
 model/ stage1/      initial checkpoint, its data   evaluations.jsonl   one line an evaluation
 logs/ targets/      a log and a scrape target      trajectories.jsonl  one line a trajectory with its skill and fate
-timeline/           what each process did when     counts.json         the buffer's final accounting
+timeline/ pulse/    what each process did, does    counts.json         the buffer's final accounting
+journal.jsonl       every fate (buffer)            trained.jsonl       what was trained (learner)
 final/              the exported policy            summary.json plots/ the result
 """
 
@@ -54,6 +55,10 @@ class RunDir:
         """Spans of activity, one file a process."""
         return self.root / "timeline"
 
+    def pulse(self, name: str) -> Path:
+        """The counter that a process's main loop moves on."""
+        return self.root / "pulse" / name
+
     @property
     def metrics(self) -> Path:
         """The learner's metrics, one JSON line an update."""
@@ -68,6 +73,16 @@ class RunDir:
     def trajectories(self) -> Path:
         """The buffer's record, one JSON line a trajectory."""
         return self.root / "trajectories.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        """The buffer's provenance journal."""
+        return self.root / "journal.jsonl"
+
+    @property
+    def trained(self) -> Path:
+        """The learner's provenance journal."""
+        return self.root / "trained.jsonl"
 
     @property
     def counts(self) -> Path:

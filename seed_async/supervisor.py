@@ -1,7 +1,8 @@
-"""Starts the role processes, restarts those that may die, and ends them all.
+"""Starts the role processes, kills those that hang, restarts those that may die, and ends them all.
 
-Consumes exit statuses. Waits for nothing: `poll` looks once. Produces restarts, or the end of the run. Unblocked by its
-caller's loop. Stops when the learner has ended well, when a role that must live has died, or when one died too often.
+Consumes exit statuses and pulses. Waits for nothing: `poll` looks once. Produces restarts, or the end of the run.
+Unblocked by its caller's loop. Stops when the learner has ended well, when a role that must live has died, or when one
+died too often.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from seed_async.pulse import PulseWatch
 from seed_async.role import LAUNCHER_PIPE
 from seed_async.rundir import RunDir
 from seed_async.topology import Supervision
@@ -125,6 +127,7 @@ class _Role:
     role: str
     index: int
     threads: int
+    pulse: PulseWatch
     process: subprocess.Popen[bytes] | None = None
     restart_at_s: float = 0.0
     done: bool = False
@@ -156,7 +159,7 @@ class Supervisor:
 
     def start(self, role: str, index: int = 0, threads: int = 1) -> None:
         """Start a role process and watch it from now on."""
-        self._roles.append(_Role(role, index, threads))
+        self._roles.append(_Role(role, index, threads, PulseWatch(self._run_dir.pulse(f"{role}-{index}"))))
         self._spawn(self._roles[-1])
 
     def poll(self) -> bool:
@@ -167,6 +170,10 @@ class Supervisor:
         for each in self._roles:
             if each.process is not None and each.process.poll() is not None:
                 self._ended(each, each.process)
+            elif each.process is not None and each.pulse.silent_s() > self._settings.hang_timeout_s:
+                self._on_event(f"{each.name} hangs: no turn of its main loop for {each.pulse.silent_s():.0f} s; killed")
+                kill_group(each.process)
+                each.pulse.restart()  # said once; the next look finds the process dead
             elif each.process is None and not each.done and time.monotonic() >= each.restart_at_s:
                 self.restarts[each.name] += 1
                 self._spawn(each)
@@ -196,6 +203,7 @@ class Supervisor:
         return {each.name: each.process.pid for each in self._roles if each.process is not None}
 
     def _spawn(self, each: _Role) -> None:
+        each.pulse.restart()
         with self._log(each).open("ab") as log:
             command = self._command(each.role, each.index, self._run_dir.root)
             each.process = self._starter.start(command, each.threads, log.fileno())

@@ -6,10 +6,11 @@ starts late, restarts or was slow gets the newest version by itself, and its nex
 """
 
 import mmap
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -63,6 +64,7 @@ class SegmentStore:
         staging.write_bytes(image.data)
         staging.rename(path)
         self._segments.append(path)
+        self._segments = list(dict.fromkeys(self._segments))  # a version staged again has one name
         for old in self._segments[:-KEPT_SEGMENTS]:
             old.unlink(missing_ok=True)
         del self._segments[:-KEPT_SEGMENTS]
@@ -82,10 +84,13 @@ def read_segment(manifest: WeightsManifest) -> dict[str, np.ndarray]:
 
     Raises FileNotFoundError when a newer version has replaced it, WeightsCorruptError when the digest differs.
     """
+    fault = f"version {manifest.version}: {manifest.segment} does not have the announced "
     with open(manifest.segment, "rb") as file:
+        if os.fstat(file.fileno()).st_size != manifest.num_bytes:
+            raise WeightsCorruptError(fault + "size")
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if len(mapping) != manifest.num_bytes or _digest(mapping) != manifest.digest:
-        raise WeightsCorruptError(f"version {manifest.version}: {manifest.segment} does not have the announced digest")
+    if _digest(mapping) != manifest.digest:
+        raise WeightsCorruptError(fault + "digest")
     arrays = {}
     for spec in manifest.tensors:
         size = int(np.prod(spec.shape, dtype=np.int64))
@@ -100,23 +105,39 @@ class WeightReceiver:
     def __init__(self, client: Client, name: str, role: ReceiverRole) -> None:
         """`client` is connected to the publisher; `name` identifies the process."""
         self._client, self._name, self._role = client, name, role
-        self._version, self._digest = -1, ""
+        self._version, self._digest, self._refused = -1, "", ""
         self._open_poll: int | None = None
+        self.num_refused = 0
+        """Versions whose bytes did not have the announced digest."""
 
     def poll(self, timeout_s: float = 0.0) -> tuple[WeightsManifest, dict[str, np.ndarray]] | None:
-        """Return a verified version newer than the one held, or None. Call `acknowledge` once it is in use."""
+        """Return a verified version newer than the one held, or None. Call `acknowledge` once it is in use.
+
+        A damaged version is refused, and the next poll tells the publisher so; the one in use stays.
+        """
         if self._open_poll is None:
             self._open_poll = self._client.submit(
-                WeightsPoll(receiver=self._name, role=self._role, version=self._version, digest=self._digest)
+                WeightsPoll(
+                    receiver=self._name,
+                    role=self._role,
+                    version=self._version,
+                    digest=self._digest,
+                    refused=self._refused,
+                )
             )
         for sequence, reply in self._client.poll(timeout_s):
             if sequence != self._open_poll:
                 continue
             self._open_poll = None
             if isinstance(reply, WeightsManifest):
+                self._refused = ""
                 try:
                     return reply, read_segment(reply)
                 except FileNotFoundError:  # replaced meanwhile: the next poll brings the newest
+                    return None
+                except WeightsCorruptError:
+                    self._refused = reply.digest
+                    self.num_refused += 1
                     return None
         return None
 
@@ -140,17 +161,25 @@ class WeightPublisher:
         self._server, self._store = server, store
         self._changed = threading.Condition()
         self._newest: WeightsManifest | None = None
+        self._tensors: Mapping[str, np.ndarray] = {}
+        self._damaged = False
         self._receivers: dict[str, _Receiver] = {}
         self._given_up: Counter[ReceiverRole] = Counter()
+        self.num_refused = 0
+        """Times that a receiver found the announced bytes damaged."""
         self._closing = False
         self._thread = threading.Thread(target=self._serve, daemon=True, name="weight-publisher")
         self._thread.start()
 
     def publish(self, version: int, tensors: Mapping[str, np.ndarray]) -> WeightsManifest:
-        """Stage a version and make it the newest; returns at once."""
+        """Stage a version and make it the newest; returns at once.
+
+        `tensors` must not change while `wait_acknowledged` runs: a receiver that got damaged bytes has them staged
+        again from there.
+        """
         manifest = self._store.write(version, tensors)
         with self._changed:
-            self._newest = manifest
+            self._newest, self._tensors, self._damaged = manifest, tensors, False
         return manifest
 
     def wait_acknowledged(
@@ -160,11 +189,13 @@ class WeightPublisher:
         replicas: int,
         timeout_s: float,
         stop: threading.Event | None = None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> tuple[str, ...]:
         """Wait until `replicas` receivers of `role` hold `version`; returns the receivers given up at the deadline.
 
         Those are forgotten and not waited for again (the run goes on without them) until they or their successors
-        poll. Once `stop` is set nobody is waited for: the receivers are ending too. Raises TimeoutError when no
+        poll. Once `stop` is set nobody is waited for: the receivers are ending too. `on_wait` is called several times
+        a second (the caller's pulse). Raises TimeoutError when no
         receiver at all holds the version by the deadline.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -177,6 +208,9 @@ class WeightPublisher:
 
         with self._changed:
             while not done() and time.monotonic() < deadline_s:
+                on_wait()
+                if self._damaged:
+                    self._newest, self._damaged = self._store.write(version, self._tensors), False
                 self._changed.wait(min(STOP_INTERVAL_S, timeout_s))
             if done():
                 return ()
@@ -222,12 +256,17 @@ class WeightPublisher:
             if poll.receiver not in self._receivers:
                 self._given_up[poll.role] = max(0, self._given_up[poll.role] - 1)
             self._receivers[poll.receiver] = _Receiver(poll.role, poll.version)
+            if newest and poll.refused == newest.digest:
+                self._damaged = True
+                self.num_refused += 1
             self._changed.notify_all()
 
     def _answer(self, deadline_s: float, poll: WeightsPoll, request: Request) -> bool:
         newest = self._newest
         answer: Message | None = None
-        if newest and newest.version > poll.version:
+        # Who has refused these very bytes waits until they are staged again.
+        damaged = self._damaged and newest is not None and poll.refused == newest.digest
+        if newest and newest.version > poll.version and not damaged:
             answer = newest
         elif time.monotonic() > deadline_s:
             answer = Ack(detail="nothing newer")

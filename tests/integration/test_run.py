@@ -14,6 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from seed_async.rundir import RunDir
+from seed_async.tools.audit import audit_run
+from seed_async.topology_file import load_topology
+
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGY = ROOT / "tests/integration/boxes.yaml"
 RUN_TIMEOUT_S = 240.0
@@ -67,6 +71,8 @@ def assert_counts_add_up(run_dir: Path) -> dict[str, Any]:
     """The accounting balances, and agrees with the record of every single trajectory and with the learner's."""
     counts: dict[str, Any] = json.loads((run_dir / "counts.json").read_text())
     assert counts["balance_ok"], counts
+    audit = audit_run(RunDir(run_dir), load_topology(run_dir / "topology.yaml"))
+    assert audit.passed and audit.closed, audit.faults
     fates = Counter(line["fate"] for line in lines(run_dir / "trajectories.jsonl"))
     assert fates["trained"] == counts["trained"]
     assert fates["unused"] == counts["buffered"]

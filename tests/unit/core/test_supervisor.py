@@ -71,6 +71,35 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+HANG_AFTER_START = """
+import sys, time
+from pathlib import Path
+path = Path(sys.argv[1]) / "pulse" / "policy-0"
+path.parent.mkdir(exist_ok=True)
+path.write_bytes((1).to_bytes(8, "little"))
+time.sleep(60)
+"""
+
+
+def test_a_process_whose_main_loop_stands_still_is_killed_named_and_restarted(start: Start, events: list[str]) -> None:
+    settings = Supervision(max_restarts=3, window_s=60, backoff_max_s=0.05, hang_timeout_s=0.3)
+    supervisor = start(settings, policy=HANG_AFTER_START)
+    first = supervisor.pids()["policy-0"]
+    wait_until(lambda: not supervisor.poll() and supervisor.restarts["policy-0"] >= 1)
+    assert is_gone(first)
+    hung = [event for event in events if "policy-0 hangs" in event]
+    assert len(hung) == supervisor.restarts["policy-0"] == 1
+
+
+def test_a_process_that_still_starts_is_no_hang(start: Start) -> None:
+    supervisor = start(Supervision(hang_timeout_s=0.1), policy=RUN_ON)
+    first = supervisor.pids()["policy-0"]
+    deadline_s = time.monotonic() + 0.5
+    while time.monotonic() < deadline_s:
+        assert not supervisor.poll()
+    assert supervisor.pids()["policy-0"] == first
+
+
 @pytest.mark.parametrize("role", ["actor", "analyzer", "policy", "evaluation"])
 def test_a_killed_role_is_restarted_counted_and_named(start: Start, events: list[str], role: str) -> None:
     supervisor = start(**{role: RUN_ON})

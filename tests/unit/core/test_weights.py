@@ -102,14 +102,15 @@ def test_a_segment_reads_back_exactly_and_read_only(tmp_path: Path) -> None:
     assert all(spec.offset_bytes % 64 == 0 for spec in manifest.tensors)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "grow"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "grow", "empty"])
 def test_a_corrupt_segment_is_refused(tmp_path: Path, damage: str) -> None:
     """One changed byte, one missing, one too many."""
     manifest = SegmentStore(tmp_path).write(0, tensors(0) | {"more": np.ones(10, np.float32)})
     content = bytearray(Path(manifest.segment).read_bytes())
     if damage == "flip":
         content[-30] ^= 1
-    Path(manifest.segment).write_bytes({"flip": content, "cut": content[:-1], "grow": content + b"\0"}[damage])
+    damaged = {"flip": content, "cut": content[:-1], "grow": content + b"\0", "empty": b""}[damage]
+    Path(manifest.segment).write_bytes(damaged)
     with pytest.raises(WeightsCorruptError, match="version 0"):
         read_segment(manifest)
 
@@ -246,3 +247,44 @@ def test_closing_removes_the_segments(setup: Setup) -> None:
     assert list(setup.segments.iterdir())
     setup.close()
     assert not list(setup.segments.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_bytes_damaged_on_their_way_are_refused_staged_again_and_never_served(setup: Setup, damage: str) -> None:
+    """The receiver keeps what it has, says so, and gets the same version whole while the publisher waits for it."""
+    receiver = setup.receiver("policy-0:a")
+    setup.publisher.publish(0, tensors(0))
+    receiver.acknowledge(take(receiver)[0])
+    manifest = setup.publisher.publish(1, tensors(1))
+    content = bytearray(Path(manifest.segment).read_bytes())
+    content[3] ^= 1
+    Path(manifest.segment).write_bytes(content if damage == "flip" else content[:-1])
+    stop = threading.Event()
+    seen: list[float] = []
+
+    def loop() -> None:
+        while not stop.is_set():
+            update = receiver.poll(0.02)
+            if update is not None:
+                seen.append(float(update[1]["scalar"]))
+                receiver.acknowledge(update[0])
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    assert setup.publisher.wait_acknowledged(1, "policy", 1, WAIT_S) == ()
+    stop.set()
+    thread.join()
+    assert seen == [1.0]
+    assert receiver.num_refused == 1 and setup.publisher.num_refused == 1
+
+
+def test_a_damaged_version_is_skipped_by_a_receiver_that_nobody_waits_for(setup: Setup) -> None:
+    """An analyzer that got damaged bytes gets the next version."""
+    receiver = setup.receiver("analyzer-0:a", "analyzer")
+    manifest = setup.publisher.publish(0, tensors(0))
+    Path(manifest.segment).write_bytes(b"x")
+    for _ in range(20):
+        assert receiver.poll(0.02) is None
+    setup.publisher.publish(1, tensors(1))
+    assert take(receiver)[0].version == 1
+    assert receiver.num_refused >= 1

@@ -10,14 +10,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
+from seed_async.journal import Entry, Event
 from seed_async.learner.buffer import Fate, GroupBuffer, NoTasksLeftError, TaskListMismatchError
 from seed_async.messages import Lease, Sample, Skill, SkillResult, Trajectory
-from tests.fakes.episodes import VOCABULARY_SIZE, make_lease, make_trajectory, make_turn, skill_for, small_topology
+from seed_async.skill_library import SkillLibrary
+from seed_async.tools.audit import replay
+from tests.fakes.episodes import (
+    OPENING,
+    VOCABULARY_SIZE,
+    make_lease,
+    make_trajectory,
+    make_turn,
+    skill_for,
+    small_topology,
+)
 
 Fates = list[tuple[str, Fate]]
 
 
-def open_buffer(version: int = 0, num_tasks: int = 50, fates: Fates | None = None, **sections: Any) -> GroupBuffer:
+def open_buffer(
+    version: int = 0,
+    num_tasks: int = 50,
+    fates: Fates | None = None,
+    library: SkillLibrary | None = None,
+    **sections: Any,
+) -> GroupBuffer:
     """A buffer with one actor `a` (incarnation `a1`); `fates` collects what becomes of each trajectory."""
 
     def note(sample: Sample, fate: Fate, version: int, age: int) -> None:
@@ -25,7 +42,7 @@ def open_buffer(version: int = 0, num_tasks: int = 50, fates: Fates | None = Non
         if fates is not None:
             fates.append((sample.trajectory.trajectory_id, fate))
 
-    buffer = GroupBuffer(small_topology(**sections), VOCABULARY_SIZE, note)
+    buffer = GroupBuffer(small_topology(**sections), VOCABULARY_SIZE, note, library)
     buffer.hello("a", "a1", num_tasks, "digest")
     buffer.advance(version)
     return buffer
@@ -244,6 +261,7 @@ def damaged(lease: Lease, **changes: Any) -> Trajectory:
         ({"response_ids": np.array([5, VOCABULARY_SIZE], np.int32)}, "vocabulary"),
         ({"prompt_ids": np.array([-1, 2], np.int32)}, "vocabulary"),
         ({"prompt_ids": np.array([], np.int32)}, "before the first response"),
+        ({"whole_chat": True}, "without opening"),
         ({"versions": np.array([0, 7], np.int32)}, "future"),
         ({"versions": np.array([-1, 0], np.int32)}, "future"),
     ],
@@ -257,6 +275,20 @@ def test_a_damaged_trajectory_is_refused_and_its_member_played_again(changes: di
     assert buffer.buffered == 0 and balanced(buffer)
     (again,) = buffer.grant("a", "a1", 1, 0.0)
     assert (again.group_id, again.member) == (lease.group_id, lease.member)
+
+
+def test_a_later_turn_may_open_a_context_but_not_without_a_prompt() -> None:
+    """The windowed layout; a turn that continues its context may add nothing."""
+    buffer = open_buffer()
+    first, second = buffer.grant("a", "a1", 2, 0.0)
+    opening = make_turn([0, 0], opening=OPENING)
+    bad = [opening, make_turn([0], opening=OPENING, prompt=())]
+    assert buffer.submit(make_trajectory(first, "a1", bad), 0.0) == (
+        "refused",
+        "a turn opens a context without a prompt",
+    )
+    good = [opening, make_turn([0], opening=OPENING), make_turn([0], prompt=())]
+    assert buffer.submit(make_trajectory(second, "a1", good), 0.0)[0] == "accepted"
 
 
 @pytest.mark.parametrize(
@@ -281,6 +313,38 @@ def test_a_lease_of_nobody_or_of_another_incarnation_is_fenced() -> None:
 
 
 # Skills ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["grpo", "gigpo"])
+def test_without_a_teacher_nothing_is_analysed_and_nothing_waited_for(method: str) -> None:
+    """The batch is ready as soon as its groups are."""
+    buffer = open_buffer(method=method)
+    play(buffer, buffer.grant("a", "a1", 4, 0.0))
+    assert buffer.claim_analyses(9, 0.0) == ()
+    assert {(sample.skill, sample.skill_reason) for sample in buffer.take_batch(0)} == {(None, "method")}
+
+
+def test_a_library_skill_is_there_at_once_and_a_missing_one_is_counted() -> None:
+    """By task type; no weights wrote it."""
+    buffer = open_buffer(method="sdar", library=SkillLibrary("s.md", {"find": "look first"}))
+    leases = buffer.grant("a", "a1", 4, 0.0)
+    play(buffer, leases[:3])
+    assert buffer.submit(make_trajectory(leases[3], "a1", task_type="clean"), 0.0)[0] == "accepted"
+    assert buffer.claim_analyses(9, 0.0) == ()
+    *known, unknown = buffer.take_batch(0)
+    assert all(sample.skill == Skill(episode_summary="", episode_skill="look first", version=-1) for sample in known)
+    assert (unknown.skill, unknown.skill_reason) == (None, "no_entry")
+    assert buffer.accounting()["skills_missing"] == 1 and balanced(buffer)
+
+
+@pytest.mark.parametrize("method", ["seed", "seed_static", "opid", "opsd"])
+def test_a_hindsight_method_waits_for_the_analysis(method: str) -> None:
+    """Also opsd, whose library is for failed analyses only."""
+    buffer = open_buffer(method=method, library=SkillLibrary("s.md", {"find": "look first"}))
+    play(buffer, buffer.grant("a", "a1", 4, 0.0))
+    assert buffer.take_batch(0) == ()
+    analyse_all(buffer)
+    assert len(buffer.take_batch(0)) == 4
 
 
 def test_trajectories_are_claimed_once_oldest_first() -> None:
@@ -424,7 +488,8 @@ class BufferMachine(RuleBasedStateMachine):
             method="seed" if skills else "grpo",
             buffer={"lease_timeout_s": 10, "max_tries": max_tries},
         )
-        self.buffer = GroupBuffer(self.topology, VOCABULARY_SIZE, self.note_fate)
+        self.entries: list[Entry] = []
+        self.buffer = GroupBuffer(self.topology, VOCABULARY_SIZE, self.note_fate, note=self.note_entry)
         self.now_s = 0.0
         self.published = -1  # the newest version that a policy server may serve
         self.incarnations: dict[str, str] = {}
@@ -583,6 +648,20 @@ class BufferMachine(RuleBasedStateMachine):
         unresolved = sum(not each.resolved for group in self.buffer._groups.values() for each in group.members.values())
         assert self.buffer.analysis_backlog == unresolved
 
+    def note_entry(self, event: Event, **fields: Any) -> None:
+        """Keep the journal."""
+        self.entries.append(Entry(event, self.now_s, **fields))
+
+    def journal_passes_the_audit(self) -> None:
+        """What the journal says alone keeps every promise, and agrees with the accounting."""
+        audit, _ = replay(self.entries, self.topology)
+        assert audit.passed, audit.faults
+        accounting: dict[str, Any] = self.buffer.accounting()
+        for count in ("accepted", "trained", "duplicate", "fenced", "refused"):
+            assert audit.counts[count] == accounting[count]
+        assert audit.dropped == accounting["dropped"]
+        assert (audit.counts["held"], audit.counts["running"]) == (accounting["buffered"], self.buffer.running)
+
     def teardown(self) -> None:
         """No group is stranded: when everything is played and answered, every group ends and batches flow again."""
         if not hasattr(self, "buffer") or len(self.buffer._quarantined) > 20:
@@ -606,7 +685,7 @@ class BufferMachine(RuleBasedStateMachine):
                 self.buffer.advance(self.published)
             self.everything_adds_up()
             if updates >= 8:
-                return
+                return self.journal_passes_the_audit()
         raise AssertionError(f"only {updates} updates: a group is stranded")
 
 
@@ -624,3 +703,11 @@ def test_a_skill_result_of_a_stranger_is_late() -> None:
     skill = Skill(episode_summary="", episode_skill="x", version=0)
     result = SkillResult(analyzer="x", trajectory_id="no", skill=skill, output="", version=0)
     assert open_buffer().add_skill(result) == "refused"
+
+
+def test_a_superseded_incarnation_is_told_so() -> None:
+    """It would otherwise ask for leases for ever."""
+    buffer = open_buffer()
+    assert not buffer.is_superseded("actor-0", "i1")  # said hello already, or has yet to
+    buffer.hello("actor-0", "i2", 50, "digest")
+    assert buffer.is_superseded("actor-0", "i1") and not buffer.is_superseded("actor-0", "i2")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from seed_async.layouts import plain_row
+from seed_async.layouts import plain_rows
 from seed_async.learner.init_model import init_model
 from seed_async.learner.sft import RowTooLongError, chat_row, learning_rate, load_rows, train
 from seed_async.text import Chat, ChatTokenizer
@@ -68,7 +68,7 @@ def test_a_demonstration_has_the_ids_of_the_same_episode_acted() -> None:
         prompt = chat.next_prompt(text, after_eos=True) if index else chat.first_prompt(text)
         ids = np.append(chat.encode(response), chat.eos_ids[0]).astype(np.int32)
         turns.append(replace(make_turn([0] * ids.size, prompt=prompt.tolist()), response_ids=ids))
-    acted = plain_row(make_trajectory(make_lease(), "i", turns))
+    (acted,) = plain_rows(make_trajectory(make_lease(), "i", turns))
     shown = chat_row([user("a"), assistant("x"), user("b"), assistant("y")], chat)
     np.testing.assert_array_equal(acted.token_ids, shown.token_ids)
     np.testing.assert_array_equal(acted.response_mask, shown.response_mask)
