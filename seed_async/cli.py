@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from seed_async.journal import JournalDamagedError
 from seed_async.launcher import LaunchError, Status, launch, role_processes, running_launcher
 from seed_async.live import History, progress_of, read_fleet
 from seed_async.role import die_with_launcher
@@ -41,7 +42,14 @@ def _user_errors() -> Iterator[None]:
 
     try:
         yield
-    except (UsageError, TopologyError, UnknownEnvironmentError, TaskNotFoundError, GameFormatError) as error:
+    except (
+        UsageError,
+        TopologyError,
+        UnknownEnvironmentError,
+        TaskNotFoundError,
+        GameFormatError,
+        JournalDamagedError,
+    ) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(USER_ERROR) from error
     except OSError as error:
@@ -122,7 +130,7 @@ def validate(topology: TopologyOption, overrides: SetOption = None) -> None:
         "trajectories an update": f"{groups} groups * {size} = {rollout.batch_trajectories}",
         "episodes at once": f"{actors.replicas} actors * {actors.games_each} = {actors.replicas * actors.games_each}",
         "groups open at most": f"({bound} + 1) * {groups} = {(bound + 1) * groups}",
-        "analysis": "yes" if loaded.uses_skills else f"none ({loaded.method})",
+        "analysis": "yes" if loaded.uses_analyzers else f"none ({loaded.method})",
         "tasks": ", ".join(f"{split} {number}" for split, number in tasks.items()),
     }
     print(f"ok: {topology}")
@@ -153,6 +161,23 @@ def status(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")])
         print(f"dropped ({reason}): {number:.0f}")
     for name, version in progress.versions.items():
         print(f"version of {name}: {version:.0f}")
+
+
+@app.command()
+def audit(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
+    """Check that a run kept its promises, entry by entry; exit code 1 when one was broken."""
+    from rich.console import Console
+
+    from seed_async.tools.audit import audit_run, print_audit
+
+    directory = RunDir(run_dir)
+    with _user_errors():
+        if not directory.journal.is_file():
+            raise UsageError(f"{run_dir} holds no journal: it is not a run, or training never started")
+        found = audit_run(directory, load_topology(directory.topology))
+    print_audit(found, Console())
+    if not found.passed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -228,6 +253,41 @@ def demonstrations(
 
         make_demonstrations(loaded, out)
         print(f"stage 1 data -> {out}")
+
+
+@data_app.command("alfworld")
+def alfworld_command(
+    out: Annotated[Path, typer.Option(help="Folder in which json_2.1.1/SPLIT/TASK/TRIAL is made.")],
+    train: Annotated[int, typer.Option(min=0, help="Games of train.")] = 0,
+    seen: Annotated[int, typer.Option(min=0, help="Games of valid_seen.")] = 0,
+    unseen: Annotated[int, typer.Option(min=0, help="Games of valid_unseen.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same games.")] = 0,
+    min_receptacles: Annotated[int, typer.Option(help="Fewest receptacles of a room, from 4.")] = 4,
+    max_receptacles: Annotated[int, typer.Option(help="Most receptacles of a room, up to 20.")] = 8,
+    num_objects: Annotated[int, typer.Option(help="Objects of a room, 2 to 40.")] = 6,
+    task_type: Annotated[list[str] | None, typer.Option(help="Only this task type; repeatable.")] = None,
+    room: Annotated[list[str] | None, typer.Option(help="Only this kind of room; repeatable.")] = None,
+    vocabulary: Annotated[str, typer.Option(help="`move` (ALFWorld 0.4) or `put` (older).")] = "move",
+) -> None:
+    """Write generated ALFWorld games in the official folder layout, which ALFWorld's own code reads too."""
+    with _user_errors():
+        from seed_async.envs.alfworld.catalogue import ROOM_KINDS
+        from seed_async.envs.alfworld.generator import Settings, feasible_task_types
+        from seed_async.envs.alfworld.vocabulary import vocabulary_name
+        from seed_async.envs.alfworld.writer import write_official
+
+        counts = {"train": train, "valid_seen": seen, "valid_unseen": unseen}
+        wanted = {split: number for split, number in counts.items() if number}
+        if not wanted:
+            raise UsageError("no game is asked for: give at least one of --train, --seen and --unseen")
+        rooms = tuple(room or ROOM_KINDS)
+        try:
+            types = tuple(task_type or feasible_task_types(rooms))
+            settings = Settings(seed, min_receptacles, max_receptacles, num_objects, types, rooms)
+            folder = write_official(out, settings, wanted, vocabulary_name(vocabulary))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        print(f"games: {', '.join(f'{split} {number}' for split, number in wanted.items())} -> {folder}")
 
 
 if __name__ == "__main__":

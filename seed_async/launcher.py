@@ -71,7 +71,7 @@ def role_processes(topology: Topology) -> Iterator[tuple[str, int, int]]:
     yield "learner", 0, roles.learner.threads
     for index in range(roles.policy.replicas):
         yield "policy", index, roles.policy.threads
-    for index in range(roles.analyzers.replicas if topology.uses_skills else 0):
+    for index in range(roles.analyzers.replicas if topology.uses_analyzers else 0):
         yield "analyzer", index, roles.analyzers.threads
     for index in range(roles.actors.replicas):
         yield "actor", index, 1
@@ -295,4 +295,6 @@ def _event_writer(log: IO[str]) -> Callable[[str], None]:
 
 def launch(topology: Topology, report: Report, *, overwrite: bool = False) -> int:
     """Run `topology` from Stage 1 to the report; returns the exit code. Raises LaunchError before anything starts."""
+    for key in topology.idle_keys:
+        print(f"note: {key} has no effect with method {topology.method}", flush=True)
     return Launcher(topology).run(report, overwrite=overwrite)

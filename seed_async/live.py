@@ -234,7 +234,7 @@ def _rows(shown: Shown) -> list[tuple[str, str]]:
             f"mean {_number(progress.sampler_gap_mean, '.2g')}, max {_number(progress.sampler_gap_max, '.2g')}",
         ),
     ]
-    if shown.topology.uses_skills:
+    if shown.topology.uses_analyzers:
         queue = f", {progress.analyzer_queue} waiting"
         rows.append(("analyses parsed", _number(progress.parse_ratio) + queue))
     rows.append(("versions", ", ".join(f"{name} {version:.0f}" for name, version in progress.versions.items()) or "-"))

@@ -113,7 +113,7 @@ def write_summary(run_dir: RunDir, topology: Topology, phases: Mapping[str, floa
         **evaluation_summary(read_lines(run_dir.evaluations)),
         **training_summary(read_lines(run_dir.metrics)),
         **accounting_summary(counts, topology.staleness.max),
-        **overlap_summary(load_timeline(run_dir.timeline), topology.uses_skills),
+        **overlap_summary(load_timeline(run_dir.timeline), topology.uses_analyzers),
     }
     run_dir.summary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return summary

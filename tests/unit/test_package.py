@@ -18,7 +18,10 @@ def test_the_wheel_holds_every_module_under_its_import_name(tmp_path: Path) -> N
     command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "--quiet"]
     subprocess.run([*command, "--wheel-dir", str(tmp_path)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
-    core = {f"seed_async/{path.name}" for path in (ROOT / "seed_async").glob("*.py")}
+    names = zipfile.ZipFile(wheel).namelist()
+    held = {name for name in names if name.endswith(".py")}
+    core = {str(path.relative_to(ROOT)) for path in (ROOT / "seed_async").rglob("*.py")}  # follows no link
     behind = {f"seed_async/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     assert held == core | behind
+    libraries = {f"seed_async/skill_libraries/{path.name}" for path in (ROOT / "seed_async/skill_libraries").iterdir()}
+    assert libraries and libraries <= set(names)
