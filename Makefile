@@ -5,7 +5,15 @@ STAMP := .venv/.installed
 # Threads that wait must not spin: processes share the cores (docs/performance.md).
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test test-unit test-integration lint clean
+# The original ALFWorld engine, without what its text games do not use (jericho, spaCy). Building fast-downward-textworld
+# takes some minutes and a C++ compiler.
+ALFWORLD_STAMP := .venv/.alfworld
+ALFWORLD := alfworld==0.4.2 textworld==1.7.0 tatsu==5.8.3 fast-downward-textworld==20.6.4
+ALFWORLD_NEEDS := networkx==3.6.1 more-itertools==11.2.1 mementos==1.3.1 termcolor==3.3.0 tqdm==4.70.1 \
+	prompt-toolkit==3.0.53 wcwidth==0.9.4 hashids==1.3.1
+PIP_ONLINE := --quiet --disable-pip-version-check --retries 2 --timeout 60
+
+.PHONY: setup alfworld try-alfworld demo test test-unit test-integration test-alfworld-long lint clean
 
 setup: $(STAMP)
 
@@ -15,11 +23,22 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(STAMP)
 
+alfworld: $(ALFWORLD_STAMP)
+
+$(ALFWORLD_STAMP): $(STAMP)
+	$(BIN)/python -m pip install $(PIP_ONLINE) $(ALFWORLD_NEEDS)
+	$(BIN)/python -m pip install $(PIP_ONLINE) --no-deps $(ALFWORLD)
+	touch $(ALFWORLD_STAMP)
+
+# For the tests: without the original (no network, no compiler) those that compare with it are skipped and say so.
+try-alfworld: $(STAMP)
+	@$(MAKE) --no-print-directory alfworld || echo "make alfworld failed: tests against the original ALFWorld are skipped"
+
 # The main job on embedded defaults: Stage 1, then asynchronous SEED; e.g. make demo ARGS="--set method=grpo"
 demo: $(STAMP)
 	$(BIN)/seed-async launch --topology topologies/demo.yaml --overwrite $(ARGS)
 
-test: $(STAMP) lint
+test: $(STAMP) lint try-alfworld
 	$(BIN)/python -m pytest $(ARGS)
 
 test-unit: $(STAMP)
@@ -27,6 +46,11 @@ test-unit: $(STAMP)
 
 test-integration: $(STAMP)
 	$(BIN)/python -m pytest tests/integration $(ARGS)
+
+# At least 300 games and 20,000 steps in both engines, in four parts; about 40 minutes of a core.
+test-alfworld-long: $(ALFWORLD_STAMP)
+	SEED_ASYNC_DIFFERENTIAL_STEPS=20000 $(BIN)/python -m pytest -s $(ARGS) \
+		tests/integration/test_alfworld_differential.py::test_hundreds_of_games_and_thousands_of_steps_read_the_same
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,7 +15,14 @@ class TaskNotFoundError(LookupError):
 
 
 class GameFormatError(ValueError):
-    """A game file that cannot be played: truncated, foreign, or with a goal that no action can reach."""
+    """A game file that cannot be played (truncated, foreign, with a goal out of reach), or a source without games."""
+
+
+class GameFailedError(GameFormatError):
+    """A game that broke off while it was played: the engine behind it died or did not answer in time.
+
+    It costs its episode, like a game that cannot be played; the next `reset` starts afresh.
+    """
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,11 +76,14 @@ class Environment(Protocol):
     """One running game. Not thread safe; cheap to reset."""
 
     def reset(self, task: str) -> Observation:
-        """Open the game `task`. Raises TaskNotFoundError or GameFormatError."""
+        """Open the game `task`. Raises TaskNotFoundError, GameFormatError or GameFailedError."""
         ...
 
     def step(self, command: str) -> StepResult:
-        """Play one command, any string; an unknown one changes nothing and is reported by `info.valid`."""
+        """Play one command, any string; an unknown one changes nothing and is reported by `info.valid`.
+
+        Raises GameFailedError where an engine in another process plays and fails.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ from seed_async.topology import Env
 
 
 class UnknownEnvironmentError(ValueError):
-    """`env.id` names neither a built-in environment nor an importable `module:Class`."""
+    """`env` names what is not here: no built-in environment, no `module:Class`, or a backend that is not installed."""
 
 
 def _max_receptacles(env: Env) -> int | None:
@@ -23,7 +23,15 @@ def _max_receptacles(env: Env) -> int | None:
 def _alfworld(env: Env) -> Suite:
     from seed_async.envs.alfworld.suite import AlfworldSuite
 
-    return AlfworldSuite(
+    kind = AlfworldSuite
+    if env.backend == "textworld":
+        from seed_async.envs.alfworld.original import missing_reason
+        from seed_async.envs.alfworld.original_suite import OriginalSuite
+
+        if reason := missing_reason():
+            raise UnknownEnvironmentError(f"env.backend textworld: {reason}")
+        kind = OriginalSuite
+    return kind(
         games=env.games,
         max_steps=env.max_steps,
         vocabulary=env.vocabulary,

@@ -1,7 +1,7 @@
-"""Measures the text environments: steps, resets and games a second, and memory, for our engine and the original.
+"""Measures the text environments: steps and resets a second and memory, for our engine and the original, and the ratio.
 
 Run as `python -m seed_async.tools.bench_envs [--games PATH] [--seconds S]`. Rates are per second of this process's CPU
-time, so that other load on the machine does not count.
+time, which is a core's, so that other load on the machine does not count. Both engines play the same games.
 """
 
 import argparse
@@ -11,8 +11,10 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
+import psutil
+
 from seed_async.envs.alfworld import original
-from seed_async.envs.alfworld.pddl import write_problem
+from seed_async.envs.alfworld.original_suite import OriginalSuite
 from seed_async.envs.alfworld.suite import AlfworldEnvironment, AlfworldSuite
 
 _NUM_GAMES = 40
@@ -41,6 +43,7 @@ def bench_ours(games: str, seconds: float) -> dict[str, float]:
     """Return the figures of our engine on the games of a suite.
 
     Environments of a suite share the games, so memory is told apart: of a game, and of an environment beside its game.
+    `MB/environment` is their sum, for an environment alone with its game.
     """
     suite, rng = AlfworldSuite(games), random.Random(0)
     tasks = list(suite.tasks("train")[:_NUM_GAMES])
@@ -66,25 +69,30 @@ def bench_ours(games: str, seconds: float) -> dict[str, float]:
         _random_episode(member, task, rng)
     figures["kB/environment"] = tracemalloc.get_traced_memory()[0] / len(environments) / 1e3
     tracemalloc.stop()
+    figures["MB/environment"] = (figures["kB/game"] + figures["kB/environment"]) / 1e3
     return figures
 
 
 def bench_original(games: str, seconds: float) -> dict[str, float]:
-    """Return the figures of the original engine on the same games."""
-    suite, rng, engine = AlfworldSuite(games), random.Random(0), original.OriginalEngine()
-    boards = [suite.board(task) for task in suite.tasks("train")[:_NUM_GAMES]]
+    """Return the figures of the original engine on the same games; memory is that of an environment's process."""
+    suite, rng, engine = OriginalSuite(games), random.Random(0), original.OriginalEngine()
+    tasks = list(suite.tasks("train")[:_NUM_GAMES])
     commands: list[str] = []
 
     def reset() -> int:
-        game = rng.choice(boards).game
-        commands[:] = engine.reset(write_problem(game), game.task)[1]
+        task = rng.choice(tasks)
+        commands[:] = engine.reset(suite.problem(task), suite.board(task).game.task).admissible
         return 1
 
     def step() -> int:
-        commands[:] = engine.step(rng.choice(commands))[1]
+        commands[:] = engine.step(rng.choice(commands)).admissible
         return 1
 
-    return {"resets/s": rate(reset, seconds), "steps/s": rate(step, seconds)}
+    figures = {"resets/s": rate(reset, seconds), "steps/s": rate(step, seconds)}
+    environment = suite.make()
+    _random_episode(environment, tasks[0], rng)
+    figures["MB/environment"] = psutil.Process(environment.worker.pid).memory_info().rss / 1e6
+    return figures
 
 
 def main(arguments: list[str]) -> None:
@@ -93,14 +101,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--games", default="generated", help="`generated`, or a path as in the topology's env.games")
     parser.add_argument("--seconds", type=float, default=2.0, help="CPU seconds of each measurement")
     options = parser.parse_args(arguments)
-    for name, value in bench_ours(options.games, options.seconds).items():
-        print(f"ours      {name:16} {value:12,.1f}")
+    ours = bench_ours(options.games, options.seconds)
+    for name, value in ours.items():
+        print(f"ours      {name:16} {value:12,.{2 if name.startswith('MB') else 1}f}")
     reason = original.unavailable_reason()
     if reason:
         print(f"original  not measured: {reason}")
         return
-    for name, value in bench_original(options.games, options.seconds).items():
+    theirs = bench_original(options.games, options.seconds)
+    for name, value in theirs.items():
         print(f"original  {name:16} {value:12,.1f}")
+    for name in ("steps/s", "resets/s"):
+        print(f"ratio     {name:16} {ours[name] / theirs[name]:12,.0f}")
+    print(f"ratio     {'MB/environment':16} {theirs['MB/environment'] / ours['MB/environment']:12,.0f}")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ Nothing is searched: a command is matched to a verb and up to two entities, chec
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from seed_async.envs.alfworld.board import NOBODY, Board
 from seed_async.envs.alfworld.model import CLEAN, COOL, HOT, KNIVES, SLICED, TOGGLED
 from seed_async.envs.alfworld.vocabulary import MIDDLE_OF_ROOM, NOTHING_HAPPENS, listed
 
-_OBJECT_TEXTS = (
+OBJECT_TEXTS = (
     (CLEAN | HOT | SLICED, "This is a hot and clean sliced {}."),
     (CLEAN | COOL | SLICED, "This is a cool and clean sliced {}."),
     (CLEAN | SLICED, "This is a clean sliced {}."),
@@ -22,6 +23,15 @@ _OBJECT_TEXTS = (
     (COOL, "This is a cold {}."),
 )
 """What `examine` says of an object; the first line whose bits are all set."""
+
+
+class Seen(NamedTuple):
+    """What a player is shown after a command: the text, the commands that act now (without `help`), and two flags."""
+
+    text: str
+    admissible: tuple[str, ...]
+    won: bool
+    valid: bool
 
 
 class Engine:
@@ -71,6 +81,10 @@ class Engine:
         text = None if act is None else act(rest)
         self.valid = text is not None
         return NOTHING_HAPPENS if text is None else text
+
+    def seen(self, text: str) -> Seen:
+        """Return `text`, just printed, with what else a player is shown."""
+        return Seen(text, self.admissible(), self.won, self.valid)
 
     def admissible(self) -> tuple[str, ...]:
         """Return the sorted commands that act now, without `help`."""
@@ -212,7 +226,7 @@ class Engine:
         if held.container:
             return f"This is a normal {rest}. In it, you see nothing."
         state = self.states[item]
-        for bits, text in _OBJECT_TEXTS:
+        for bits, text in OBJECT_TEXTS:
             if state & bits == bits:
                 return text.format(rest)
         if state & TOGGLED and held.toggleable:

@@ -38,31 +38,13 @@ from seed_async.envs.alfworld.model import (
 )
 from seed_async.envs.alfworld.oracle import solve
 from seed_async.envs.alfworld.scenes import SPLITS
+from seed_async.envs.alfworld.tasks import TEMPLATES
 from seed_async.envs.contract import GameFormatError
 
 LAMP_ROOMS: Final = frozenset({"bedroom", "living_room"})
 _USES: Final = {CLEAN: "clean", HOT: "heat", COOL: "cool"}
 _MAX_ATTEMPTS: Final = 2000
 """A validation split accepts one layout in ten; failing this often means that the settings leave it none."""
-
-TEMPLATES: Final = {
-    "pick_and_place_simple": ("put a {item} in {receptacle}", "put some {item} on {receptacle}"),
-    "look_at_obj_in_light": ("look at {item} under the {lamp}", "examine the {item} with the {lamp}"),
-    "pick_clean_then_place_in_recep": (
-        "put a clean {item} in {receptacle}",
-        "clean some {item} and put it in {receptacle}",
-    ),
-    "pick_heat_then_place_in_recep": (
-        "put a hot {item} in {receptacle}",
-        "heat some {item} and put it in {receptacle}",
-    ),
-    "pick_cool_then_place_in_recep": (
-        "put a cool {item} in {receptacle}",
-        "cool some {item} and put it in {receptacle}",
-    ),
-    "pick_two_obj_and_place": ("put two {item} in {receptacle}", "find two {item} and put them in {receptacle}"),
-}
-"""ALFWorld's wording of each task."""
 
 
 def layout_split(floor_plan: str) -> str:

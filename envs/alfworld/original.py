@@ -1,16 +1,21 @@
-"""Runs the original engine (packages alfworld and textworld) where it is installed, to compare and to measure.
+"""Runs the original engine (packages alfworld and textworld) where it is installed: to compare, to measure, to play.
 
-Nothing else in the project imports this module, and it imports the original only when an engine is made: the original's
-planner library is GPL-licensed, so it stays an option of tests and benchmarks.
+It imports the original only when an engine is made, and never uses its planner expert. The original's planner library
+is GPL-licensed, so it stays an option.
 """
 
 import importlib
 import importlib.util
 import sys
 import types
-from typing import Any
+from typing import Any, Final
 
+from seed_async.envs.alfworld.engine import Seen
+from seed_async.envs.alfworld.gametexts import DOMAIN, grammar_text
 from seed_async.envs.alfworld.vocabulary import VOCABULARIES, VocabularyName
+
+INSTALL_COMMANDS: Final = "make alfworld, or pip install 'seed-async[alfworld]'"
+_PACKAGES: Final = ("alfworld", "textworld", "fast_downward", "tatsu")
 
 
 class _AbsentJericho(types.ModuleType):
@@ -23,7 +28,8 @@ class _AbsentJericho(types.ModuleType):
         return UserWarning if name.endswith("Warning") else None
 
 
-def _import(name: str) -> Any:
+def import_original(name: str) -> Any:
+    """Import a module of the original, without jericho where that is not installed."""
     try:
         importlib.import_module("jericho")
     except ImportError:
@@ -31,13 +37,19 @@ def _import(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def missing_reason() -> str:
+    """Return which packages of the original are not installed and how to get them, or nothing; imports none."""
+    absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    return f"the original engine is not installed (no {', '.join(absent)}): {INSTALL_COMMANDS}" if absent else ""
+
+
 def unavailable_reason() -> str:
-    """Return why the original engine cannot be used here, or nothing when it can."""
-    absent = [name for name in ("textworld", "fast_downward", "alfworld") if importlib.util.find_spec(name) is None]
-    if absent:
-        return f"the original engine is not installed (no {', '.join(absent)}); see the optional extra `alfworld`"
+    """Return why the original engine cannot be used here, or nothing when it can; imports it."""
+    reason = missing_reason()
+    if reason:
+        return reason
     try:
-        _import("alfworld.agents.utils.misc")
+        import_original("alfworld.agents.utils.misc")
     except ImportError as error:
         return f"the original engine cannot be imported: {error}"
     return ""
@@ -46,38 +58,47 @@ def unavailable_reason() -> str:
 class OriginalEngine:
     """One environment of the original engine. Make one per process: each leaks a few MB and none is thread safe."""
 
-    def __init__(self, vocabulary: VocabularyName = "move") -> None:
-        """Load the original with the words of `vocabulary`; the installed grammar is that of `move`."""
-        info = _import("alfworld.info")
+    def __init__(self, vocabulary: VocabularyName = "move", *, own_texts: bool = False) -> None:
+        """Load the original with the words of `vocabulary`.
+
+        Domain and grammar are the installed ones (`move`; `put` is made of it), or with `own_texts` those that this
+        project writes into game files.
+        """
+        self._vocabulary, self._own_texts = vocabulary, own_texts
+        info = import_original("alfworld.info")
         with open(info.ALFRED_PDDL_PATH, encoding="utf-8") as file:
             self._domain = file.read()
         with open(info.ALFRED_TWL2_PATH, encoding="utf-8") as file:
             self._grammar = file.read()
         if vocabulary == "put":
             self._grammar = _older_grammar(self._grammar)
-        self._demangler = _import("alfworld.agents.utils.misc").Demangler
-        textworld = _import("textworld")
+        self._demangler = import_original("alfworld.agents.utils.misc").Demangler
+        textworld = import_original("textworld")
         requested = textworld.EnvInfos(won=True, admissible_commands=True)
-        self._env = _import("textworld.envs.pddl.pddl").PddlEnv(requested)
+        self._env = import_original("textworld.envs.pddl.pddl").PddlEnv(requested)
 
-    def reset(self, problem: str, task: str) -> tuple[str, tuple[str, ...], bool]:
-        """Open a game; return the first observation, the admissible commands without `help`, and won."""
-        grammar = self._grammar.replace("UNKNOWN GOAL", task)
-        self._env.load({"pddl_domain": self._domain, "grammar": grammar, "pddl_problem": problem})
+    def reset(self, problem: str, task: str) -> Seen:
+        """Open a game."""
+        if self._own_texts:
+            domain, grammar = DOMAIN, grammar_text(task, self._vocabulary)
+        else:
+            domain, grammar = self._domain, self._grammar.replace("UNKNOWN GOAL", task)
+        self._env.load({"pddl_domain": domain, "grammar": grammar, "pddl_problem": problem})
         entities = self._env._entity_infos
         names = self._demangler(game_infos=entities)
         for entity in entities.values():
             entity.name = names.demangle_alfred_name(entity.id)
-        return self._seen(self._env.reset())
+        return self._seen(self._env.reset(), valid=True)
 
-    def step(self, command: str) -> tuple[str, tuple[str, ...], bool]:
-        """Play a command; return observation, admissible commands without `help`, and won."""
-        return self._seen(self._env.step(command)[0])
+    def step(self, command: str) -> Seen:
+        """Play a command."""
+        state = self._env.step(command)[0]
+        return self._seen(state, valid=state["_last_action"] is not None)
 
     @staticmethod
-    def _seen(state: Any) -> tuple[str, tuple[str, ...], bool]:
+    def _seen(state: Any, *, valid: bool) -> Seen:
         commands = tuple(command for command in state["admissible_commands"] if command != "help")
-        return state.feedback, commands, bool(state["won"])
+        return Seen(state.feedback, commands, bool(state["won"]), valid)
 
 
 def _older_grammar(grammar: str) -> str:

@@ -37,7 +37,13 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def room_kind(floor_plan: str) -> str:
-    """Return the room kind of an ALFRED floor plan (`FloorPlan1` to 30 are kitchens, 201 living rooms, and so on)."""
+    """Return the room kind of an ALFRED floor plan (`FloorPlan1` to 30 are kitchens, 201 living rooms, and so on).
+
+    The plan of a generated room begins with its kind.
+    """
+    first_word = floor_plan.partition(" ")[0]
+    if first_word in _KIND_OF_HUNDRED.values():
+        return first_word
     match = re.fullmatch(r"FloorPlan(\d{1,3})", floor_plan, re.ASCII)
     hundred, number = divmod(int(match[1]), 100) if match else (1, 0)
     kind = _KIND_OF_HUNDRED.get(hundred)

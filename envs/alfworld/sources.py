@@ -11,7 +11,8 @@ import msgspec
 
 from seed_async.envs.alfworld.generator import Settings, generate
 from seed_async.envs.alfworld.model import Game
-from seed_async.envs.alfworld.official import OfficialGames
+from seed_async.envs.alfworld.official import DATA_VARIABLE, GAMES_FOLDER, OfficialGames, default_root
+from seed_async.envs.alfworld.pddl import write_problem
 from seed_async.envs.alfworld.scenes import (
     SPLITS,
     Filter,
@@ -33,6 +34,10 @@ class GameSource(Protocol):
 
     def game(self, task: str) -> Game:
         """Open a game. Raises TaskNotFoundError or GameFormatError."""
+        ...
+
+    def problem(self, task: str) -> str:
+        """Return a game's own PDDL problem text, for the original engine. Raises TaskNotFoundError."""
         ...
 
 
@@ -81,6 +86,10 @@ class GeneratedGames:
             raise TaskNotFoundError(f"no generated game {task[:200]!r}")
         return generate(self._settings, match[1], int(match[2]))
 
+    def problem(self, task: str) -> str:
+        """Write the PDDL problem text of a game."""
+        return write_problem(self.game(task))
+
 
 class _Record(msgspec.Struct, frozen=True):
     """One line of a compact file, as far as play needs it."""
@@ -100,7 +109,7 @@ class CompactGames:
     """
 
     def __init__(self, path: Path, wanted: Filter) -> None:
-        """Read the file. Raises GameFormatError for a damaged one and ValueError when the filter leaves no game."""
+        """Read the file. Raises GameFormatError for a damaged one, and when the filter leaves no game."""
         self._path = path
         self._packed: dict[str, bytes] = {}
         self._tasks: dict[str, list[str]] = {split: [] for split in SPLITS}
@@ -119,18 +128,25 @@ class CompactGames:
                 self._tasks[split].append(task)
                 self._packed[task] = zlib.compress(line, 1)
         if not self._packed:
-            raise ValueError(f"{path}: no game passes the filter {wanted}")
+            raise GameFormatError(f"{path}: no game passes the filter {wanted}")
 
     def tasks(self, split: str) -> Sequence[str]:
         """Return the ids of a split in the order of the file."""
         return split_tasks(self._tasks, split, self._path)
 
-    def game(self, task: str) -> Game:
-        """Open a game."""
+    def _record(self, task: str) -> _Record:
         packed = self._packed.get(task)
         if packed is None:
             raise TaskNotFoundError(f"no game {task[:200]!r} in {self._path}")
-        record = msgspec.json.decode(zlib.decompress(packed), type=_Record)
+        return msgspec.json.decode(zlib.decompress(packed), type=_Record)
+
+    def problem(self, task: str) -> str:
+        """Return the PDDL problem text of a game."""
+        return self._record(task).pddl_problem
+
+    def game(self, task: str) -> Game:
+        """Open a game."""
+        record = self._record(task)
         return open_game(
             task, record.task_type, record.floor_plan, record.task, record.pddl_params, record.pddl_problem
         )
@@ -149,10 +165,24 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def open_source(games: str, wanted: Filter) -> GameSource:
-    """Open the games at a path: a compact file or a folder in the official layout."""
+    """Open the games at a path, a compact file or a folder in the official layout, or those of `official`.
+
+    Raises FileNotFoundError, naming the path and how to get official games, and GameFormatError.
+    """
+    if games == "official":
+        folder = default_root() / GAMES_FOLDER
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"env.games official: there is no folder {folder}; fetch it with the command alfworld-download (of the"
+                f" alfworld package), or let {DATA_VARIABLE} name the folder that holds {GAMES_FOLDER}"
+            )
+        return OfficialGames(folder, wanted)
     path = Path(games).expanduser()
     if path.is_dir():
         return OfficialGames(path, wanted)
     if not path.is_file():
-        raise FileNotFoundError(f"games: there is nothing at {path.absolute()}")
+        raise FileNotFoundError(
+            f"env.games: there is nothing at {path.absolute()}; the official games are fetched with the command"
+            f" alfworld-download --data-dir FOLDER, a folder of generated ones is made by seed-async data alfworld"
+        )
     return CompactGames(path, wanted)

@@ -7,13 +7,13 @@ from typing import Final
 from seed_async.envs.alfworld.annotator import annotate
 from seed_async.envs.alfworld.board import Board
 from seed_async.envs.alfworld.catalogue import ROOM_KINDS
-from seed_async.envs.alfworld.engine import Engine
+from seed_async.envs.alfworld.engine import Engine, Seen
 from seed_async.envs.alfworld.expert import AlfworldExpert
 from seed_async.envs.alfworld.generator import Settings, feasible_task_types
 from seed_async.envs.alfworld.oracle import solve
 from seed_async.envs.alfworld.scenes import Filter
 from seed_async.envs.alfworld.sources import GameSource, GeneratedGames, open_source
-from seed_async.envs.alfworld.vocabulary import VOCABULARIES, VocabularyName
+from seed_async.envs.alfworld.vocabulary import VocabularyName, vocabulary_name
 from seed_async.envs.contract import Analysis, Info, Observation, Step, StepResult
 
 DEFAULT_COUNTS: Final = {"train": 2000, "valid_seen": 140, "valid_unseen": 140}
@@ -26,44 +26,48 @@ class AlfworldEnvironment:
 
     def __init__(self, suite: "AlfworldSuite") -> None:
         """Play games of `suite`."""
-        self._suite = suite
-        self._engine: Engine | None = None
+        self.suite = suite
         self._steps = 0
         self._over = True
 
     def reset(self, task: str) -> Observation:
         """Open the game `task`."""
-        engine = self._engine = Engine(self._suite.board(task))
-        self._steps, self._over = 0, False
-        goal = engine.board.game.goal
-        self._task, self._task_type = f"{engine.board.game.task}.", goal.task_type
-        return self._observe(engine, engine.board.first_text, engine.won)
+        self._steps, self._over = 0, True
+        game = self.suite.board(task).game
+        self._task, self._task_type = f"{game.task}.", game.goal.task_type
+        seen = self.start(task)
+        self._over = False
+        return self._observe(seen)
 
     def step(self, command: str) -> StepResult:
         """Play one command. Raises RuntimeError when no game is running: the caller must reset after an end."""
-        engine = self._engine
-        if engine is None or self._over:
+        if self._over:
             raise RuntimeError("the episode is over or was never started: call reset first")
-        text = engine.play(command)
+        self._over = True  # until the engine has answered
+        seen = self.play(command)
         self._steps += 1
-        won = engine.won
-        truncated = not won and self._steps >= self._suite.max_steps
-        self._over = won or truncated
+        truncated = not seen.won and self._steps >= self.suite.max_steps
+        self._over = seen.won or truncated
         return StepResult(
-            observation=self._observe(engine, text, won),
-            reward=1.0 if won else 0.0,
-            terminated=won,
+            observation=self._observe(seen),
+            reward=1.0 if seen.won else 0.0,
+            terminated=seen.won,
             truncated=truncated,
         )
 
-    def _observe(self, engine: Engine, text: str, won: bool) -> Observation:
-        return Observation(
-            text=text,
-            admissible=engine.admissible(),
-            info=Info(
-                task=self._task, task_type=self._task_type, won=won, valid=engine.valid, score=1.0 if won else 0.0
-            ),
-        )
+    def start(self, task: str) -> Seen:
+        """Let the engine open `task`; another engine overrides this and `play`."""
+        self._engine = Engine(self.suite.board(task))
+        return self._engine.seen(self._engine.board.first_text)
+
+    def play(self, command: str) -> Seen:
+        """Let the engine play a command."""
+        return self._engine.seen(self._engine.play(command))
+
+    def _observe(self, seen: Seen) -> Observation:
+        score = 1.0 if seen.won else 0.0
+        info = Info(task=self._task, task_type=self._task_type, won=seen.won, valid=seen.valid, score=score)
+        return Observation(text=seen.text, admissible=seen.admissible, info=info)
 
 
 class AlfworldSuite:
@@ -85,7 +89,8 @@ class AlfworldSuite:
         """Open the games.
 
         Args:
-            games: `generated`, or the path of a compact JSONL(.xz) file or of a folder in the official layout.
+            games: `generated`; `official` for what alfworld-download has fetched; or the path of a compact
+                JSONL(.xz) file or of a folder in the official layout.
             max_steps: An episode is truncated after this many steps.
             vocabulary: `move` (ALFWorld 0.4) or `put` (older).
             seed: Decides generated games.
@@ -96,12 +101,10 @@ class AlfworldSuite:
             task_types: Use only these; None means all that the rooms allow.
             rooms: Use only these kinds of room; None means all.
         """
-        if vocabulary not in VOCABULARIES:
-            raise ValueError(f"vocabulary is {vocabulary!r}: the rule is one of {', '.join(VOCABULARIES)}")
         if max_steps < 1:
             raise ValueError(f"max_steps is {max_steps}: the rule is at least 1")
         self.max_steps = max_steps
-        self.vocabulary: VocabularyName = vocabulary
+        self.vocabulary = vocabulary_name(vocabulary)
         if games == "generated":
             room_kinds = tuple(rooms or ROOM_KINDS)
             settings = Settings(
@@ -129,6 +132,10 @@ class AlfworldSuite:
     def board(self, task: str) -> Board:
         """Return the indexed game of a task. Raises TaskNotFoundError or GameFormatError."""
         return self._open(task)
+
+    def problem(self, task: str) -> str:
+        """Return the PDDL problem text of a task as its source holds it. Raises TaskNotFoundError."""
+        return self._source.problem(task)
 
     def tasks(self, split: str) -> Sequence[str]:
         """Return the indexable task ids of a split. Raises TaskNotFoundError for an unknown split."""

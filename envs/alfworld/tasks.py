@@ -1,8 +1,27 @@
-"""Reads a task sentence back into its parts."""
+"""Task sentences: ALFWorld's wordings, where a grammar holds one, and reading one back into its parts."""
 
 import re
 from dataclasses import dataclass
 from typing import Final
+
+TEMPLATES: Final = {
+    "pick_and_place_simple": ("put a {item} in {receptacle}", "put some {item} on {receptacle}"),
+    "look_at_obj_in_light": ("look at {item} under the {lamp}", "examine the {item} with the {lamp}"),
+    "pick_clean_then_place_in_recep": (
+        "put a clean {item} in {receptacle}",
+        "clean some {item} and put it in {receptacle}",
+    ),
+    "pick_heat_then_place_in_recep": (
+        "put a hot {item} in {receptacle}",
+        "heat some {item} and put it in {receptacle}",
+    ),
+    "pick_cool_then_place_in_recep": (
+        "put a cool {item} in {receptacle}",
+        "cool some {item} and put it in {receptacle}",
+    ),
+    "pick_two_obj_and_place": ("put two {item} in {receptacle}", "find two {item} and put them in {receptacle}"),
+}
+"""ALFWorld's wording of each task."""
 
 _PATTERNS: Final = tuple(
     (re.compile(rf"^{pattern}\.?$"), process, count)
@@ -15,6 +34,7 @@ _PATTERNS: Final = tuple(
         (r"put (?:a|some) (?P<item>\w+) (?:in|on) (?P<receptacle>\w+)", "", 1),
     )
 )
+_IN_GRAMMAR: Final = re.compile(r"Your task is to: (.*?)\.\s*\"")
 _PROCESSORS: Final = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
 
 
@@ -32,6 +52,12 @@ class TaskWords:
     def processor(self) -> str:
         """The receptacle type that does the process."""
         return _PROCESSORS.get(self.process, "")
+
+
+def sentence_in_grammar(grammar: str) -> str:
+    """Return the task sentence of a game file's grammar, without its full stop; empty when there is none."""
+    match = _IN_GRAMMAR.search(grammar)
+    return match[1] if match else ""
 
 
 def read_task(sentence: str) -> TaskWords:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 VocabularyName = Literal["move", "put"]
 
@@ -31,6 +31,16 @@ VOCABULARIES: Final[dict[str, Vocabulary]] = {
     "put": Vocabulary("put", " in/on ", " in/on the ", True, "put (object) in/on (receptacle):  "),
 }
 """`move` is ALFWorld 0.4; `put` is the older one of most papers and skill files."""
+
+
+def vocabulary_name(name: str) -> VocabularyName:
+    """Return `name` if it is that of a vocabulary. Raises ValueError otherwise."""
+    for known in get_args(VocabularyName):
+        if name == known:
+            found: VocabularyName = known
+            return found
+    raise ValueError(f"vocabulary is {name!r}: the rule is one of {', '.join(VOCABULARIES)}")
+
 
 _HELP_BEFORE = (
     ("look:", "look around your current location"),

@@ -1,9 +1,16 @@
-"""Plays the same commands in our engine and in the original one and compares everything that a player sees."""
+"""Plays the same commands in our engine and in the original one and compares everything that a player sees.
 
+The short tests play for a few seconds each. `make test-alfworld-long` sets SEED_ASYNC_DIFFERENTIAL_STEPS, and then the
+long one compares at least so many steps.
+"""
+
+import itertools
 import json
 import lzma
+import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +34,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(_REASON), reason=
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "alfworld"
 BUDGET_S = 6.0
 """Seconds of play a test; the original makes 15 to 45 steps a second."""
+
+LONG_STEPS = int(os.environ.get("SEED_ASYNC_DIFFERENTIAL_STEPS", "0"))
+LONG_GAMES = 300
+LONG_STEPS_A_GAME = 60
+BLOCKS: tuple[tuple[VocabularyName, bool], ...] = (("move", False), ("put", False), ("move", True), ("put", True))
+"""Vocabulary, and whether the original is given our own domain and grammar instead of the installed ones."""
 
 Player = Callable[[Engine, str, random.Random], str]
 
@@ -111,23 +124,22 @@ def compare(
 ) -> Played:
     """Play one game in both engines until the first difference, `num_steps` or a win."""
     engine = Engine(Board(game, vocabulary))
-    text, history = engine.reset(), ["(start)"]
+    ours, history = engine.seen(engine.reset()), ["(start)"]
     theirs = real.reset(problem, game.task)
     for step in range(num_steps + 1):
-        ours = (text, engine.admissible(), engine.won)
         if ours != theirs:
             return Played(step, f"{game.name}, after {history}:\nours   {ours}\ntheirs {theirs}")
-        if ours[2] or step == num_steps:
+        if ours.won or step == num_steps:
             return Played(step, "")
-        command = player(engine, text, rng)
+        command = player(engine, ours.text, rng)
         history.append(command)
-        text, theirs = engine.play(command), real.step(command)
+        ours, theirs = engine.seen(engine.play(command)), real.step(command)
     raise AssertionError("unreachable")
 
 
-def scene_games(limit: int, rng: random.Random) -> Iterator[tuple[Game, str]]:
+def scene_games(limit: int, rng: random.Random, split: str = "valid_seen") -> Iterator[tuple[Game, str]]:
     """Yield games of the shared scenes with their own problem texts."""
-    with lzma.open(SHARED / "valid_seen.jsonl.xz", "rt", encoding="utf-8") as file:
+    with lzma.open(SHARED / f"{split}.jsonl.xz", "rt", encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
     for record in rng.sample(records, min(limit, len(records))):
         params = record["pddl_params"]
@@ -190,9 +202,27 @@ def crowded_games(limit: int, rng: random.Random) -> Iterator[tuple[Game, str]]:
             yield odd, write_problem(odd)
 
 
-def run(games: Iterator[tuple[Game, str]], vocabulary: VocabularyName, seed: int, budget_s: float) -> Played:
+def mixed_games(rng: random.Random, *, with_train: bool) -> Iterator[tuple[Game, str]]:
+    """Yield shared scenes (where the checkout has them), generated games and odd rooms in turn.
+
+    Reading the scenes of `train` takes seconds, which only the long comparison spends.
+    """
+    sources = [generated_games(10**6, rng), crowded_games(10**6, rng)]
+    if SHARED.is_dir():
+        train = [scene_games(1000, rng, "train")] if with_train else []
+        sources = [scene_games(168, rng), sources[0], *train, sources[1]]
+    return itertools.chain.from_iterable(zip(*sources, strict=False))
+
+
+def run(
+    games: Iterator[tuple[Game, str]],
+    vocabulary: VocabularyName,
+    seed: int,
+    budget_s: float = BUDGET_S,
+    own_texts: bool = False,
+) -> Played:
     """Compare games in turn with every player until the time is spent or a difference is found."""
-    rng, real, steps = random.Random(seed), original.OriginalEngine(vocabulary), 0
+    rng, real, steps = random.Random(seed), original.OriginalEngine(vocabulary, own_texts=own_texts), 0
     end = time.monotonic() + budget_s
     for number, (game, problem) in enumerate(games):
         make_player = list(PLAYERS.values())[number % len(PLAYERS)]
@@ -207,20 +237,47 @@ def run(games: Iterator[tuple[Game, str]], vocabulary: VocabularyName, seed: int
 def test_real_scenes_read_the_same_in_both_engines(vocabulary: VocabularyName) -> None:
     if not SHARED.is_dir():
         pytest.skip(f"the shared games are not at {SHARED}")
-    played = run(scene_games(168, random.Random(1)), vocabulary, seed=1, budget_s=BUDGET_S)
+    played = run(scene_games(168, random.Random(1)), vocabulary, seed=1)
     assert not played.difference, played.difference
     assert played.steps
 
 
 @pytest.mark.parametrize("vocabulary", list(VOCABULARIES))
 def test_generated_games_read_the_same_in_both_engines(vocabulary: VocabularyName) -> None:
-    played = run(generated_games(1000, random.Random(2)), vocabulary, seed=2, budget_s=BUDGET_S)
+    played = run(generated_games(1000, random.Random(2)), vocabulary, seed=2)
     assert not played.difference, played.difference
     assert played.steps
 
 
 @pytest.mark.parametrize("vocabulary", list(VOCABULARIES))
 def test_odd_rooms_read_the_same_in_both_engines(vocabulary: VocabularyName) -> None:
-    played = run(crowded_games(1000, random.Random(3)), vocabulary, seed=3, budget_s=BUDGET_S)
+    played = run(crowded_games(1000, random.Random(3)), vocabulary, seed=3)
     assert not played.difference, played.difference
     assert played.steps
+
+
+@pytest.mark.parametrize("vocabulary", list(VOCABULARIES))
+def test_the_texts_of_the_games_that_we_write_read_like_the_installed_ones(vocabulary: VocabularyName) -> None:
+    played = run(mixed_games(random.Random(4), with_train=False), vocabulary, seed=4, own_texts=True)
+    assert not played.difference, played.difference
+    assert played.steps
+
+
+@pytest.mark.skipif(not LONG_STEPS, reason="the long comparison: make test-alfworld-long")
+@pytest.mark.parametrize("block", range(len(BLOCKS)), ids=["move", "put", "move-our-texts", "put-our-texts"])
+def test_hundreds_of_games_and_thousands_of_steps_read_the_same(block: int) -> None:
+    vocabulary, own_texts = BLOCKS[block]
+    rng, real = random.Random(101 + block), original.OriginalEngine(vocabulary, own_texts=own_texts)
+    # Five players against four kinds of game, so that each player meets each kind.
+    players = itertools.cycle([*PLAYERS.values(), PLAYERS["expert"]])
+    games, steps, started_s = Counter[str](), 0, time.monotonic()
+    for (game, problem), make_player in zip(mixed_games(rng, with_train=True), players, strict=False):
+        played = compare(real, game, problem, vocabulary, make_player(vocabulary), rng, LONG_STEPS_A_GAME)
+        assert not played.difference, played.difference
+        steps += played.steps
+        games["generated" if game.name.startswith("generated/") else "scenes"] += 1
+        if steps * len(BLOCKS) >= LONG_STEPS and games.total() * len(BLOCKS) >= LONG_GAMES:
+            break
+    told = ", ".join(f"{number} {kind}" for kind, number in games.items())
+    print(f"no difference in {games.total()} games ({told}), {steps} steps, {time.monotonic() - started_s:.0f} s")
+    assert steps * len(BLOCKS) >= LONG_STEPS and games.total() * len(BLOCKS) >= LONG_GAMES

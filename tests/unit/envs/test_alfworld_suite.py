@@ -204,37 +204,3 @@ def test_room_kinds_follow_the_floor_plan_numbers() -> None:
     assert {number: room_kind(f"FloorPlan{number}") for number in numbers} == numbers
     with pytest.raises(GameFormatError):
         room_kind("FloorPlan150")
-
-
-def official(root: Path, split: str, name: str, **game: object) -> None:
-    """Write a trial folder in the official layout."""
-    folder = root / "json_2.1.1" / split / name / "trial_1"
-    folder.mkdir(parents=True)
-    line = record(1, "FloorPlan8")
-    told = {key: line[key] for key in ("task_type", "pddl_params")} | {"scene": {"floor_plan": "FloorPlan8"}}
-    (folder / "traj_data.json").write_text(json.dumps(told))
-    grammar = '"rhs": "Your task is to: heat some apple and put it in fridge."\n'
-    file = {"pddl_problem": line["pddl_problem"], "grammar": grammar, "solvable": True, **game}
-    (folder / "game.tw-pddl").write_text(json.dumps(file))
-
-
-def test_an_official_folder_is_read_with_its_own_splits(tmp_path: Path) -> None:
-    official(tmp_path, "train", "pick_heat-Apple-None-Fridge-8")
-    official(tmp_path, "valid_unseen", "pick_heat-Apple-None-Fridge-9")
-    official(tmp_path, "train", "pick_heat-AppleSliced-None-Fridge-8")
-    official(tmp_path, "train", "unsolvable-8", solvable=False)
-    suite = AlfworldSuite(str(tmp_path))
-    assert suite.tasks("train") == ("train/pick_heat-Apple-None-Fridge-8/trial_1",)
-    environment, observation = start(suite)
-    assert observation.info.task == "heat some apple and put it in fridge."
-    assert [environment.step(command).terminated for command in suite.solution(suite.tasks("train")[0])][-1]
-    assert len(suite.tasks("valid_unseen")) == 1
-
-
-def test_an_empty_or_damaged_official_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no folder"):
-        AlfworldSuite(str(tmp_path))
-    official(tmp_path, "train", "cut")
-    (tmp_path / "json_2.1.1" / "train" / "cut" / "trial_1" / "traj_data.json").write_text("{")
-    with pytest.raises(GameFormatError, match=r"traj_data\.json"):
-        AlfworldSuite(str(tmp_path))
