@@ -18,8 +18,7 @@ from seed_async.role import RoleContext
 from seed_async.skills import parse_analysis
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Analysis, Topology
-from seed_async.transport import Client
-from seed_async.weights import WeightReceiver
+from seed_async.weights import WeightReceiver, open_receiver
 
 IDLE_WAIT_S = 0.05
 
@@ -88,9 +87,8 @@ class Analyzer:
         if topology.pins_analyzer:
             context.metrics.gauge("policy_version").set(first_version(topology))
         else:
-            weights = Client(run_dir.weights_endpoint(topology), context.name)
-            self._weights = WeightReceiver(weights, f"{context.name}:{context.incarnation}", "analyzer")
-        self._buffer = Client(run_dir.buffer_endpoint(topology), context.name)
+            self._weights = open_receiver(context, "analyzer")
+        self._buffer = context.connect(run_dir.buffer_endpoint(topology), "buffer-0")
         self._claim: int | None = None
         self._running: dict[str, _Job] = {}
 
@@ -101,13 +99,16 @@ class Analyzer:
             version = self._take_weights()
             if version < 0:
                 continue
-            self._claim_jobs(version)
-            for trajectory in self._claimed_jobs():
-                self._start(trajectory, version)
+            if self._weights is None or version >= self._weights.pinned:
+                self._claim_jobs(version)
+                for trajectory in self._claimed_jobs():
+                    self._start(trajectory, version)
             for generation in self._engine.step():
                 self._finish(generation)
             report_engine(self._context.metrics, self._engine.health())
         self._buffer.close()
+        if self._weights is not None:
+            self._weights.close()
 
     def _take_weights(self) -> int:
         if self._weights is None:

@@ -11,12 +11,22 @@ import time
 from seed_async.actors.conversations import FALLBACK_NOTE, falls_back
 from seed_async.actors.policy_client import PolicyClient
 from seed_async.actors.rollout import Episode, EpisodePlayer, GenerationFailedError
-from seed_async.envs.contract import Environment, GameFormatError, TaskNotFoundError
+from seed_async.envs.contract import GameFormatError, TaskNotFoundError
+from seed_async.envs.isolation import EnvironmentFailedError, Host, open_host
 from seed_async.envs.registry import open_suite, tasks_digest
-from seed_async.messages import Ack, ActorHello, Beat, EpisodeFailed, Lease, LeaseGrant, LeaseRequest, Trajectory
+from seed_async.messages import (
+    NO_HELLO,
+    Ack,
+    ActorHello,
+    Beat,
+    EpisodeFailed,
+    Lease,
+    LeaseGrant,
+    LeaseRequest,
+    Trajectory,
+)
 from seed_async.role import RoleContext, run_until_stopped
 from seed_async.text import ChatTokenizer
-from seed_async.transport import AsyncClient
 
 BUFFER_TIMEOUT_S = 60.0
 BEAT_INTERVAL_S = 1.0
@@ -35,9 +45,12 @@ class EnvironmentActor:
         self._context = context
         self._suite = open_suite(topology.env)
         self._tasks = tuple(self._suite.tasks(topology.env.split))
-        self._buffer = AsyncClient(run_dir.buffer_endpoint(topology), context.name)
-        endpoints = [run_dir.policy_endpoint(topology, index) for index in range(topology.roles.policy.replicas)]
-        self._policy = PolicyClient(endpoints, f"{context.name}:{context.incarnation}")
+        self._buffer = context.connect_async(run_dir.buffer_endpoint(topology), "buffer-0")
+        servers = [
+            context.connect_async(run_dir.policy_endpoint(topology, index), f"policy-{index}")
+            for index in range(topology.roles.policy.replicas)
+        ]
+        self._policy = PolicyClient(servers, f"{context.name}:{context.incarnation}")
         self._progress = 0
         tokenizer = ChatTokenizer.load(run_dir.initial_model(topology))
         if falls_back(tokenizer, topology.rollout):
@@ -54,17 +67,20 @@ class EnvironmentActor:
     async def run(self) -> None:
         """Say hello, then play until cancelled; the first failure of any part ends the process."""
         context = self._context
-        hello = ActorHello(
-            actor=context.name,
-            incarnation=context.incarnation,
-            num_tasks=len(self._tasks),
-            tasks_digest=tasks_digest(self._tasks),
-        )
-        await self._buffer.call(hello, BUFFER_TIMEOUT_S)
+        await self._hello()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat())
             for _ in range(context.topology.roles.actors.games_each):
                 group.create_task(self._play_games())
+
+    async def _hello(self) -> None:
+        hello = ActorHello(
+            actor=self._context.name,
+            incarnation=self._context.incarnation,
+            num_tasks=len(self._tasks),
+            tasks_digest=tasks_digest(self._tasks),
+        )
+        await self._buffer.call(hello, BUFFER_TIMEOUT_S)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -72,23 +88,33 @@ class EnvironmentActor:
         self._buffer.close()
 
     async def _play_games(self) -> None:
-        environment = self._suite.make()
+        host = open_host(self._suite, self._context.topology.env)
+        try:
+            await self._play_on(host)
+        finally:
+            host.close()
+
+    async def _play_on(self, host: Host) -> None:
         while True:
             request = LeaseRequest(actor=self._context.name, incarnation=self._context.incarnation, slots=1)
             grant = await self._buffer.call(request, BUFFER_TIMEOUT_S)
             if isinstance(grant, Ack) and grant.status == "fenced":
                 raise SupersededError(grant.detail)
+            if isinstance(grant, Ack) and grant.detail == NO_HELLO:  # the buffer has started again
+                await self._hello()
             for lease in grant.leases if isinstance(grant, LeaseGrant) else ():
-                await self._play_lease(environment, lease)
+                await self._play_lease(host, lease)
 
-    async def _play_lease(self, environment: Environment, lease: Lease) -> None:
+    async def _play_lease(self, host: Host, lease: Lease) -> None:
         started_at_s = time.time()
         task_id = self._tasks[lease.task_index]
         try:
             with self._context.timeline.span("act", -1):
-                episode = await self._player.play(environment, task_id, lease.seed)
+                episode = await self._player.play(host, task_id, lease.seed)
         except (GameFormatError, TaskNotFoundError, GenerationFailedError) as error:
             # One bad game costs one episode, never the actor; the buffer counts it and quarantines repeats.
+            kind = error.kind if isinstance(error, EnvironmentFailedError) else type(error).__name__
+            self._context.metrics.counter("episodes_failed_total", kind=kind).inc()
             self._context.log.warning("episode failed", task=task_id, error=str(error))
             await self._buffer.call(
                 EpisodeFailed(lease_id=lease.lease_id, incarnation=self._context.incarnation, reason=str(error)),

@@ -12,12 +12,13 @@ import time
 from seed_async.actors.panel import choose_panel, play_panel, summarise_panel
 from seed_async.actors.policy_client import PolicyClient
 from seed_async.actors.rollout import EpisodePlayer, GenerationFailedError
+from seed_async.envs.contract import GameFormatError, TaskNotFoundError
+from seed_async.envs.isolation import open_host
 from seed_async.envs.registry import open_suite
 from seed_async.messages import EvaluationDone, RunState, RunStateRequest
 from seed_async.role import RoleContext, run_until_stopped
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Evaluation
-from seed_async.transport import AsyncClient
 
 STATE_INTERVAL_S = 0.25
 BUFFER_TIMEOUT_S = 60.0
@@ -32,9 +33,12 @@ class EvaluationActor:
         self._context, self._settings = context, settings
         self._suite = open_suite(topology.env)
         self._panel = choose_panel(self._suite.tasks(settings.split), settings.games)
-        self._buffer = AsyncClient(run_dir.buffer_endpoint(topology), context.name)
-        endpoints = [run_dir.policy_endpoint(topology, index) for index in range(topology.roles.policy.replicas)]
-        self._policy = PolicyClient(endpoints, f"{context.name}:{context.incarnation}")
+        self._buffer = context.connect_async(run_dir.buffer_endpoint(topology), "buffer-0")
+        servers = [
+            context.connect_async(run_dir.policy_endpoint(topology, index), f"policy-{index}")
+            for index in range(topology.roles.policy.replicas)
+        ]
+        self._policy = PolicyClient(servers, f"{context.name}:{context.incarnation}")
         self._player = EpisodePlayer(
             ChatTokenizer.load(run_dir.initial_model(topology)),
             self._policy,
@@ -74,12 +78,12 @@ class EvaluationActor:
                 async with asyncio.timeout(self._settings.timeout_minutes * 60):
                     games = await play_panel(
                         self._player,
-                        self._suite,
+                        lambda: open_host(self._suite, self._context.topology.env),
                         self._panel,
                         self._settings.concurrency,
                         self._context.topology.run.seed,
                     )
-        except* (TimeoutError, GenerationFailedError) as failure:
+        except* (TimeoutError, GenerationFailedError, GameFormatError, TaskNotFoundError) as failure:
             # Trying again would fail again, with the whole run waiting: the run goes on without this score.
             self._context.log.error(
                 "evaluation given up", version=state.version, errors=list(map(str, failure.exceptions))

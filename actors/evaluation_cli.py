@@ -13,6 +13,7 @@ import numpy as np
 from seed_async.actors.engines.torch_engine import TorchEngine, load_model
 from seed_async.actors.panel import choose_panel, play_panel, summarise_panel
 from seed_async.actors.rollout import EpisodePlayer
+from seed_async.envs.isolation import open_host
 from seed_async.envs.registry import open_suite
 from seed_async.messages import GenerateReply
 from seed_async.ports import Engine, RequestKind, Sampling
@@ -95,7 +96,9 @@ def evaluate_model(topology: Topology, model: Path, out: Path | None = None) -> 
                 temperature=settings.temperature,
                 kind="evaluate",
             )
-            games = await play_panel(player, suite, panel, settings.concurrency, topology.run.seed)
+            games = await play_panel(
+                player, lambda: open_host(suite, topology.env), panel, settings.concurrency, topology.run.seed
+            )
         return summarise_panel(games, engine.health().version, started_at_s, final=True)
 
     result = asyncio.run(play())

@@ -6,13 +6,13 @@ Used by the evaluation actor of a run and by `seed-async evaluate`.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from seed_async.actors.rollout import EpisodePlayer
-from seed_async.envs.contract import Suite
+from seed_async.envs.isolation import EnvironmentFailedError, Host
 
 PANEL_SEED = 20260714
 """Chooses the games of a panel, the same in every run, so that scores can be compared."""
@@ -36,25 +36,37 @@ def choose_panel(tasks: Sequence[str], num_games: int) -> tuple[str, ...]:
 
 
 async def play_panel(
-    player: EpisodePlayer, suite: Suite, panel: Sequence[str], concurrency: int, seed: int
+    player: EpisodePlayer, open_game: Callable[[], Host], panel: Sequence[str], concurrency: int, seed: int
 ) -> list[PanelGame]:
-    """Play every game of the panel once, `concurrency` at a time; the result is in panel order."""
+    """Play every game of the panel once, `concurrency` at a time; the result is in panel order.
+
+    A game whose environment fails is played again in a fresh one; when it fails again, that ends the panel.
+    """
     results: dict[int, PanelGame] = {}
     waiting = iter(enumerate(panel))
 
     async def play_next() -> None:
-        environment = suite.make()
-        for index, task_id in waiting:
-            episode = await player.play(environment, task_id, seed * len(panel) + index)
-            versions = np.concatenate([turn.versions for turn in episode.turns])
-            results[index] = PanelGame(
-                task_id=task_id,
-                task_type=episode.task_type,
-                won=episode.status == "won",
-                steps=len(episode.turns),
-                version_min=int(versions.min()),
-                version_max=int(versions.max()),
-            )
+        host = open_game()
+        try:
+            for index, task_id in waiting:
+                await play(host, index, task_id)
+        finally:
+            host.close()
+
+    async def play(host: Host, index: int, task_id: str) -> None:
+        try:
+            episode = await player.play(host, task_id, seed * len(panel) + index)
+        except EnvironmentFailedError:
+            episode = await player.play(host, task_id, seed * len(panel) + index)
+        versions = np.concatenate([turn.versions for turn in episode.turns])
+        results[index] = PanelGame(
+            task_id=task_id,
+            task_type=episode.task_type,
+            won=episode.status == "won",
+            steps=len(episode.turns),
+            version_min=int(versions.min()),
+            version_max=int(versions.max()),
+        )
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):

@@ -16,9 +16,9 @@ GENERATE_TIMEOUT_S = 300.0
 class PolicyClient:
     """Sends each request to one of the policy servers, in turn; a restarted server gets its open requests again."""
 
-    def __init__(self, endpoints: list[str], name: str) -> None:
-        """Connect to every server; `name` makes request ids unique."""
-        self._clients = [AsyncClient(endpoint, name) for endpoint in endpoints]
+    def __init__(self, clients: list[AsyncClient], name: str) -> None:
+        """Take over a client of every server; `name` makes request ids unique."""
+        self._clients = clients
         self._name, self._numbers = name, count()
 
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind) -> GenerateReply:

@@ -5,16 +5,20 @@ Produces responses whose tokens carry the version that sampled them. Unblocked b
 Stops on SIGTERM; whoever waits for a response asks the next incarnation again.
 """
 
+import time
+
 import numpy as np
 
 from seed_async.actors.engines.torch_engine import TorchEngine, load_model
+from seed_async.actors.weight_flip import FlipGate
 from seed_async.messages import Ack, GenerateReply, GenerateRequest
 from seed_async.ports import Generation, RequestRefusedError
-from seed_async.reporting import report_engine, report_rejected
+from seed_async.reporting import report_engine
 from seed_async.role import RoleContext
 from seed_async.topology import Topology
-from seed_async.transport import Client, Request, Server
-from seed_async.weights import WeightReceiver
+from seed_async.transport import Request
+from seed_async.weights import open_receiver
+from seed_async.weights.receiver import Update
 
 IDLE_WAIT_S = 0.02
 MAX_CONTEXT_SLACK_TOKENS = 8
@@ -35,9 +39,10 @@ class PolicyServer:
             max_context_tokens=topology.rollout.max_context_tokens + MAX_CONTEXT_SLACK_TOKENS,
             version=-1,
         )
-        client = Client(run_dir.weights_endpoint(topology), context.name)
-        self._weights = WeightReceiver(client, f"{context.name}:{context.incarnation}", "policy")
+        self._weights = open_receiver(context, "policy")
+        self._flip: FlipGate[Update] = FlipGate(topology.weights.in_flight, topology.weights.finish_timeout_s)
         self._open: dict[str, Request] = {}
+        self._held: list[Request] = []
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -45,7 +50,7 @@ class PolicyServer:
         while not context.stop.is_set() and self._engine.health().version < 0:
             context.pulse.beat()
             self._take_weights(wait_s=0.2)
-        server = Server(context.run_dir.policy_endpoint(context.topology, context.index))
+        server = context.serve(context.run_dir.policy_endpoint(context.topology, context.index))
         while not context.stop.is_set():
             context.pulse.beat()
             self._take_weights(wait_s=0.0)
@@ -53,11 +58,15 @@ class PolicyServer:
                 self._accept(request)
             for generation in self._engine.step():
                 self._answer(generation)
-            self._report(server)
+            self._report()
         server.close()
+        self._weights.close()
 
     def _take_weights(self, wait_s: float) -> None:
-        update = self._weights.poll(wait_s)
+        received = self._weights.poll(wait_s)
+        if received is not None:
+            self._flip.offer(received, time.monotonic())
+        update = self._flip.take(len(self._open), time.monotonic())
         if update is None:
             return
         manifest, tensors = update
@@ -68,11 +77,22 @@ class PolicyServer:
             self._engine.load_weights(manifest.version, tensors)
         self._weights.acknowledge(manifest)
         self._context.metrics.gauge("policy_version").set(manifest.version)
-        self._context.log.info("weights loaded", version=manifest.version, digest=manifest.digest)
+        self._context.log.info(
+            "weights loaded",
+            version=manifest.version,
+            digest=manifest.digest,
+            unfinished=len(self._open),
+            held=len(self._held),
+        )
+        held, self._held = self._held, []
+        for request in held:
+            self._accept(request)
 
     def _accept(self, request: Request) -> None:
         message = request.message
-        if isinstance(message, GenerateRequest):
+        if self._flip.holds_requests:
+            self._held.append(request)
+        elif isinstance(message, GenerateRequest):
             try:
                 self._engine.submit(message.request_id, message.prompt_ids, message.sampling, message.kind)
             except RequestRefusedError as error:
@@ -94,9 +114,8 @@ class PolicyServer:
             )
         )
 
-    def _report(self, server: Server) -> None:
+    def _report(self) -> None:
         report_engine(self._context.metrics, self._engine.health())
-        report_rejected(self._context.metrics, server.rejected)
 
 
 def _most_requests(topology: Topology) -> int:

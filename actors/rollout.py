@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from seed_async.actors.conversations import open_conversation
-from seed_async.envs.contract import Environment
+from seed_async.envs.isolation import Host
 from seed_async.messages import GenerateReply, TrajectoryStatus, Turn
 from seed_async.ports import RequestKind, Sampling
 from seed_async.prompts import parse_action, task_line
@@ -64,12 +64,12 @@ class EpisodePlayer:
         self._tokenizer, self._generator, self._rollout = tokenizer, generator, rollout
         self._temperature, self._kind, self._on_step = temperature, kind, on_step
 
-    async def play(self, environment: Environment, task_id: str, seed: int) -> Episode:
+    async def play(self, host: Host, task_id: str, seed: int) -> Episode:
         """Play `task_id` to its end, or until the next turn would not fit the context (`truncated`).
 
-        Raises what `environment.reset` raises, and GenerationFailedError.
+        Raises what the host's `reset` and `step` raise, and GenerationFailedError.
         """
-        observation = environment.reset(task_id)
+        observation = await host.reset(task_id)
         conversation = open_conversation(self._tokenizer, self._rollout, observation.info.task)
         turns: list[Turn] = []
         status: TrajectoryStatus = "truncated"
@@ -78,7 +78,7 @@ class EpisodePlayer:
             reply = await self._generator.generate(prompt.context, self._sampling(seed, len(turns)), self._kind)
             response = self._tokenizer.decode(reply.token_ids)
             action = parse_action(response, observation.admissible, strict=self._rollout.strict_admissible)
-            result = environment.step(action.command)
+            result = await host.step(action.command)
             self._on_step()
             info = result.observation.info
             turns.append(

@@ -52,14 +52,17 @@ class UpdateTrajectory:
 
     `plain` are the rows that were acted; the R tokens are theirs, in order. `behaviour_logprob` float32 [R], by the
     engine at sampling time; `fresh` bool [R], True on tokens that the very version of this update sampled, where engine
-    and learner must agree; `invalid` bool [turns], True where the action was unparsable; `observation_ids` int [turns],
-    equal where the observations are; `episode_return` with the reward scale applied. `skill` are the teacher's rows:
-    each holds the same response ids of some whole turns in a skill-augmented context; a turn is in at most one.
+    and learner must agree; `trained` bool [R], False on tokens that are too old: they are in no term of the loss, while
+    their trajectory counts in the statistics of its group as ever; `invalid` bool [turns], True where the action was
+    unparsable; `observation_ids` int [turns], equal where the observations are; `episode_return` with the reward scale
+    applied. `skill` are the teacher's rows: each holds the same response ids of some whole turns in a skill-augmented
+    context; a turn is in at most one.
     """
 
     plain: tuple[TokenRow, ...]
     behaviour_logprob: np.ndarray
     fresh: np.ndarray
+    trained: np.ndarray
     invalid: np.ndarray
     observation_ids: np.ndarray
     episode_return: float
@@ -74,9 +77,11 @@ class UpdateTrajectory:
                     f"{int(row.response_mask.sum())} response tokens, but turn_index has {len(row.turn_index)} entries"
                 )
         turns = self.turn_index
-        sizes = (len(self.behaviour_logprob), len(self.fresh))
+        sizes = (len(self.behaviour_logprob), len(self.fresh), len(self.trained))
         if set(sizes) != {len(turns)}:
-            raise ValueError(f"{len(turns)} response tokens, but behaviour_logprob and fresh have {sizes} entries")
+            raise ValueError(
+                f"{len(turns)} response tokens, but behaviour_logprob, fresh and trained have {sizes} entries"
+            )
         if len(self.observation_ids) != len(self.invalid):
             raise ValueError(f"{len(self.invalid)} turns, but observation_ids has {len(self.observation_ids)} entries")
         if len(turns) and not 0 <= turns.min() <= turns.max() < len(self.invalid):
@@ -124,6 +129,6 @@ class UpdateBatch:
     trajectories: tuple[UpdateTrajectory, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a batch that cannot have a loss."""
+        """Refuse a batch that nobody can have sampled. One with all its tokens too old is allowed: it has no loss."""
         if not any(len(trajectory.fresh) for trajectory in self.trajectories):
             raise ValueError(f"{len(self.trajectories)} trajectories without any response token")

@@ -6,7 +6,7 @@ whole with its reason; nothing is ever trained twice.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
@@ -15,12 +15,17 @@ import numpy as np
 
 from seed_async.journal import Note
 from seed_async.learner.buffer_intake import trajectory_bytes, trajectory_fault
+from seed_async.learner.recovery import Recovered
+from seed_async.learner.selection_bias import SelectionBias
 from seed_async.messages import AckStatus, Lease, Sample, Skill, SkillResult, Trajectory
 from seed_async.skill_library import SkillLibrary
-from seed_async.staleness import StalenessBound
+from seed_async.staleness import StalenessBound, token_versions
 from seed_async.topology import Topology
 
 Fate = Literal["trained", "stale", "stale_group", "failed_group", "unused"]
+NO_TOKENS = np.zeros(0, dtype=np.int32)
+NO_AGE = -1
+"""Of a trajectory in a batch with all its tokens masked: it counts in the statistics of its group only."""
 MAX_REMEMBERED_IDS = 100_000
 """Trajectory ids kept to recognise a resent one; a resend comes within seconds."""
 
@@ -49,6 +54,7 @@ class _Member:
 
     trajectory: Trajectory
     num_bytes: int
+    oldest_version: int
     arrived_at_s: float
     sample: Sample
     resolved: bool
@@ -61,6 +67,8 @@ class _Group:
     task_index: int
     members: dict[int, _Member] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
+    leased_at: dict[int, int] = field(default_factory=dict)
+    """The version under which each member in play was granted: none of its tokens will be older."""
 
 
 class GroupBuffer:
@@ -73,8 +81,11 @@ class GroupBuffer:
         on_fate: Callable[[Sample, Fate, int, int], None] = lambda *_: None,
         library: SkillLibrary | None = None,
         note: Note = lambda event, **_: None,
+        recovered: Recovered | None = None,
     ) -> None:
         """Nothing is granted yet; `library` has the skills of a method that takes them from one.
+
+        With `recovered` it goes on where a dead buffer's journal ends: see `recovery`.
 
         `on_fate(sample, fate, version, age)` is called once for each accepted trajectory, when its fate is known;
         `note` takes the entries of the provenance journal.
@@ -85,9 +96,11 @@ class GroupBuffer:
         self._bound = StalenessBound(topology.staleness.max, topology.rollout.groups_per_update)
         self._num_tasks = 0
         self._tasks_digest = ""
-        self._tasks: Iterator[int] = iter(())
-        self._group_numbers = count()
-        self._lease_numbers = count()
+        before = recovered or Recovered()
+        self._cursor = before.cursor
+        self._replay = deque(before.replay)
+        self._group_numbers = count(before.num_groups)
+        self._lease_numbers = count(before.counts["leased"])
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._vacant: deque[tuple[str, int]] = deque()
         self._held: dict[str, _Held] = {}
@@ -96,14 +109,19 @@ class GroupBuffer:
         self._complete: deque[str] = deque()
         self._analysis_queue: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._analysing: dict[str, tuple[str, int]] = {}
-        self._seen: OrderedDict[str, None] = OrderedDict()
-        self._quarantined: set[int] = set()
-        self._groups_admitted = 0
+        self._seen: OrderedDict[str, None] = OrderedDict.fromkeys(before.accepted_ids[-MAX_REMEMBERED_IDS:])
+        self._quarantined = set(before.quarantined)
+        self._last_taken = before.last_taken
+        self._handed_out: tuple[Sample, ...] = ()
+        self._order, self._order_epoch = np.zeros(0, dtype=np.int64), -1
         self._held_bytes = 0
-        self._trained_ages: Counter[int] = Counter()
+        self._trained_ages = Counter(before.ages)
+        self._bias = SelectionBias()
         self.version = -1
-        self.counts: Counter[str] = Counter()
-        self.dropped: Counter[str] = Counter()
+        self.counts = Counter(before.counts)
+        self.dropped = Counter(before.dropped)
+        if recovered is not None:
+            self._end_what_was_open(recovered)
 
     # Actors ----------------------------------------------------------------------------------------------------
 
@@ -115,12 +133,17 @@ class GroupBuffer:
             raise TaskListMismatchError(f"{actor} sees other training tasks than the actors before it")
         if not self._num_tasks:
             self._num_tasks, self._tasks_digest = num_tasks, tasks_digest
-            self._tasks = self._shuffled_tasks()
         self._progress.pop(self._incarnations.get(actor, ""), None)
         self._incarnations[actor] = incarnation
         self._progress[incarnation] = -1
-        for lease_id in [key for key, held in self._held.items() if held.actor == actor]:
+        for lease_id in [
+            key for key, held in self._held.items() if held.actor == actor and held.incarnation != incarnation
+        ]:
             self._return(lease_id, "returned", "a new incarnation said hello")
+
+    def knows(self, actor: str) -> bool:
+        """Whether some incarnation of the actor has said hello."""
+        return actor in self._incarnations
 
     def is_superseded(self, actor: str, incarnation: str) -> bool:
         """Whether a later incarnation of the actor has said hello: this one gets no lease any more and must end."""
@@ -146,6 +169,7 @@ class GroupBuffer:
         while len(leases) < slots and (self._vacant or self._open_group()):
             group_id, member = self._vacant.popleft()
             group = self._groups[group_id]
+            group.leased_at[member] = self.version
             number = next(self._lease_numbers)
             lease = Lease(
                 lease_id=f"l{number}",
@@ -251,30 +275,34 @@ class GroupBuffer:
     def advance(self, version: int) -> None:
         """Note that `version` is acknowledged by the policy servers; admission opens accordingly."""
         self.version = max(self.version, version)
+        # Versions that came without a batch of their own (a learner went back to a checkpoint) free no places.
+        self._last_taken = max(self._last_taken, version - 1)
 
     def take_batch(self, version: int) -> tuple[Sample, ...]:
-        """Return the oldest complete groups for the update from `version`, or () while there are too few.
+        """Return complete groups for the update from `version`, in the order in which they were opened.
 
-        A group with a trajectory older than the bound is dropped whole; the age counts from its oldest token.
+        () while there are too few of them, or while `on_stale: wait` holds the learner. They are taken in the order of
+        their completion; their order in the batch does not depend on who was faster. A learner that starts again before
+        it has published gets the batch that it was given before; nobody else can ask twice.
         """
-        for group_id in [key for key in self._complete if self._ready(self._groups[key])]:
-            members = self._groups[group_id].members.values()
-            if any(not self._bound.admits(version, member.trajectory.oldest_version) for member in members):
-                self._drop_stale(self._groups[group_id], version)
-        ready = [key for key in self._complete if self._ready(self._groups[key])][: self._bound.groups_per_update]
-        if len(ready) < self._bound.groups_per_update:
-            return ()
+        if version == self._last_taken and self._handed_out:
+            return self._handed_out
+        # Asking for this one says that all before are done, or lost with a learner: their places are used up or free.
+        self._last_taken, self._handed_out = version - 1, ()
+        chosen = self._choose_groups(version)
         samples: list[Sample] = []
-        for group_id in ready:
-            group = self._groups[group_id]
+        trained_tokens = 0
+        for group in [group for key, group in self._groups.items() if key in chosen]:
             for number in sorted(group.members):
                 sample = group.members[number].sample
-                self._trained_ages[version - sample.trajectory.oldest_version] += 1
-                self.counts["trained"] += 1
-                self._end(sample, "trained", version)
+                trained_tokens += self._hand_out(sample, version)
                 samples.append(sample)
             self._forget(group)
-        return tuple(samples)
+        if not samples:
+            return ()
+        self.counts["masked_batches"] += not trained_tokens
+        self._last_taken, self._handed_out = version, tuple(samples)
+        return self._handed_out
 
     # Accounting ------------------------------------------------------------------------------------------------
 
@@ -282,6 +310,11 @@ class GroupBuffer:
     def running(self) -> int:
         """Leases in the hands of actors."""
         return len(self._held)
+
+    @property
+    def groups_admitted(self) -> int:
+        """Groups handed out, by the version of the last batch, and those that are open."""
+        return (self._last_taken + 1) * self._bound.groups_per_update + len(self._groups)
 
     @property
     def buffered(self) -> int:
@@ -314,8 +347,10 @@ class GroupBuffer:
             "skills": {key: self.counts[f"skill_{key}"] for key in ("parsed", "unparsed", "timeout", "late")},
             "skills_missing": self.counts["skill_missing"],
             "quarantined_tasks": sorted(self._quarantined),
-            "ages": {str(age): number for age, number in sorted(self._trained_ages.items())},
-            "balance_ok": accepted == trained + sum(self.dropped.values()) + self.buffered
+            "ages": {str(age): number for age, number in sorted(self._trained_ages.items()) if number},
+            "masked": {key: self.counts[f"masked_{key}"] for key in ("tokens", "trajectories", "batches")},
+            "bias": self._bias.report(),
+            "balance_ok": accepted == trained + sum(self.dropped.values()) + self.counts["unused"] + self.buffered
             and self.counts["leased"] == ended_leases + self.running,
         }
 
@@ -327,37 +362,55 @@ class GroupBuffer:
 
     # Internals -------------------------------------------------------------------------------------------------
 
-    def _shuffled_tasks(self) -> Iterator[int]:
-        """Every task once an epoch, in an order that only the run's seed and the epoch decide."""
-        for epoch in count():
-            order = np.random.default_rng([self._topology.run.seed, epoch]).permutation(self._num_tasks)
-            if len(self._quarantined) == self._num_tasks:
-                return
-            # Looked up when it is its turn: a task may fail within the epoch.
-            yield from (int(task) for task in order if int(task) not in self._quarantined)
+    def _end_what_was_open(self, recovered: Recovered) -> None:
+        """End the leases and trajectories that died with the buffer before; their games are in `replay`."""
+        self._note("reopened")
+        for lease in recovered.open_leases:
+            self.counts["returned"] += 1
+            self._note("returned", lease=lease, reason="restart")
+        for trajectory, entry in recovered.open_trajectories.items():
+            self.dropped["restart"] += 1
+            self._note("dropped", trajectory=trajectory, group=entry.group, member=entry.member, reason="restart")
+
+    def _next_task(self) -> int | None:
+        """The next game: every one once an epoch, in an order that only the run's seed and the epoch decide."""
+        if self._replay:
+            return self._replay.popleft()
+        if len(self._quarantined) == self._num_tasks:
+            return None
+        while True:
+            epoch, place = divmod(self._cursor, self._num_tasks)
+            if self._order_epoch != epoch:
+                rng = np.random.default_rng([self._topology.run.seed, epoch])
+                self._order, self._order_epoch = rng.permutation(self._num_tasks), epoch
+            self._cursor += 1
+            task = int(self._order[place])
+            if task not in self._quarantined:
+                return task
 
     def _open_group(self) -> bool:
         # Over the limit, as many groups as a batch needs may still be open: with fewer the learner would wait for ever.
         enough = len(self._groups) >= self._bound.groups_per_update
         full = enough and self._held_bytes >= self._topology.buffer.max_bytes
-        if full or not self._bound.may_open_group(self.version, self._groups_admitted):
+        if full or not self._bound.may_open_group(self.version, self.groups_admitted):
             return False
-        task_index = next(self._tasks, None)
+        task_index = self._next_task()
         if task_index is None:
             tries = self._topology.buffer.max_tries
             raise NoTasksLeftError(f"all {self._num_tasks} training tasks failed {tries} times")
         group = _Group(f"g{next(self._group_numbers)}", task_index)
         self._groups[group.group_id] = group
-        self._groups_admitted += 1
+        self._note("opened", group=group.group_id, task=task_index, cursor=self._cursor)
         self._vacant.extend((group.group_id, member) for member in range(self._topology.rollout.group_size))
         return True
 
     def _accept(self, trajectory: Trajectory, now_s: float) -> None:
         group = self._groups[trajectory.group_id]
-        num_bytes = trajectory_bytes(trajectory)
+        num_bytes, oldest = trajectory_bytes(trajectory), trajectory.oldest_version
         wanted = self._topology.uses_analyzers
         sample = Sample(trajectory=trajectory, skill=None) if wanted else self._sample_without_analysis(trajectory)
-        group.members[trajectory.member] = _Member(trajectory, num_bytes, now_s, sample, resolved=not wanted)
+        group.leased_at.pop(trajectory.member, None)
+        group.members[trajectory.member] = _Member(trajectory, num_bytes, oldest, now_s, sample, resolved=not wanted)
         self._held_bytes += num_bytes
         self.counts["accepted"] += 1
         self._note(
@@ -367,7 +420,7 @@ class GroupBuffer:
             group=trajectory.group_id,
             member=trajectory.member,
             incarnation=trajectory.incarnation,
-            version=trajectory.oldest_version,
+            version=oldest,
             num_tokens=sum(turn.response_ids.size for turn in trajectory.turns),
         )
         if wanted:
@@ -389,6 +442,7 @@ class GroupBuffer:
         self.counts[how] += 1
         self._note(how, lease=lease_id, reason=reason)
         group, member = self._groups[held.lease.group_id], held.lease.member
+        group.leased_at.pop(member, None)
         group.tries[member] += how == "failed"
         if group.tries[member] >= self._topology.buffer.max_tries:
             self._drop_failed(group)
@@ -397,6 +451,7 @@ class GroupBuffer:
 
     def _drop_failed(self, group: _Group) -> None:
         self._quarantined.add(group.task_index)
+        self._note("quarantined", group=group.group_id, task=group.task_index)
         for member in group.members.values():
             self.dropped["failed_group"] += 1
             self._end(member.sample, "failed_group", self.version)
@@ -405,23 +460,78 @@ class GroupBuffer:
             self.counts["returned"] += 1
             self._note("returned", lease=lease_id, reason="its group failed")
         self._vacant = deque(item for item in self._vacant if item[0] != group.group_id)
-        self._groups_admitted -= 1
         self._forget(group)
+
+    def _choose_groups(self, version: int) -> set[str]:
+        """Choose the groups of the update from `version`; none as long as there can be no batch.
+
+        The statistics of a group need all its members: unless old tokens are masked, a group with one trajectory older
+        than the bound is dropped whole. With `wait` that happens only to tokens older than their lease (a policy server
+        that missed a version), the earliest deadline goes first, and a group that would become too old is waited for.
+        """
+        on_stale = self._topology.staleness.on_stale
+        ready = [key for key in self._complete if self._ready(self._groups[key])]
+        if on_stale != "mask":
+            for key in [key for key in ready if self._deadline(self._groups[key]) < version]:
+                self._drop_stale(self._groups[key], version)
+                ready.remove(key)
+        if len(ready) < self._bound.groups_per_update:
+            return set()
+        if on_stale != "wait":
+            return set(ready[: self._bound.groups_per_update])
+        deadlines = {key: self._deadline(group) for key, group in self._groups.items()}
+        chosen = set(sorted(ready, key=deadlines.__getitem__)[: self._bound.groups_per_update])
+        left = [deadline for key, deadline in deadlines.items() if key not in chosen]
+        return chosen if self._bound.may_advance([deadlines[key] for key in chosen], left, version) else set()
+
+    def _deadline(self, group: _Group) -> int:
+        """The last version from which the whole group may be trained, as far as is known now; it never comes nearer."""
+        played = [member.oldest_version for member in group.members.values()]
+        vacant = self._topology.rollout.group_size - len(played) - len(group.leased_at)
+        return self._bound.deadline(min([*played, *group.leased_at.values(), *[self.version] * (vacant > 0)]))
+
+    def _hand_out(self, sample: Sample, version: int) -> int:
+        """Record that a trajectory goes into the update from `version`; returns how many of its tokens may be trained.
+
+        The age of a trained trajectory counts from the oldest token that is trained; with none it has no age.
+        """
+        versions = token_versions(sample.trajectory)
+        young = versions[self._bound.admits_tokens(version, versions)]
+        masked = versions.size - young.size
+        self.counts["trained"] += 1
+        self.counts["masked_tokens"] += masked
+        self.counts["masked_trajectories"] += not young.size
+        if masked:
+            self._note(
+                "masked",
+                trajectory=sample.trajectory.trajectory_id,
+                reason="stale",
+                version=version,
+                num_tokens=masked,
+            )
+        self._end(sample, "trained", version, young)
+        return int(young.size)
 
     def _drop_stale(self, group: _Group, version: int) -> None:
         for member in group.members.values():
-            old = not self._bound.admits(version, member.trajectory.oldest_version)
+            old = not self._bound.admits(version, member.oldest_version)
             reason: Fate = "stale" if old else "stale_group"
             self.dropped[reason] += 1
             self._end(member.sample, reason, version)
-        self._groups_admitted -= 1
         self._forget(group)
 
-    def _end(self, sample: Sample, fate: Fate, version: int) -> None:
-        """Report the fate of an accepted trajectory."""
+    def _end(self, sample: Sample, fate: Fate, version: int, trained: np.ndarray = NO_TOKENS) -> None:
+        """Report the fate of an accepted trajectory; `trained` are the versions of its tokens that may be trained."""
         trajectory = sample.trajectory
         age = version - trajectory.oldest_version
         self._on_fate(sample, fate, version, age)
+        if fate == "trained":
+            age = version - int(trained.min()) if trained.size else NO_AGE
+            self._trained_ages[age] += age != NO_AGE
+        if fate != "unused":
+            seconds = trajectory.ended_at_s - trajectory.started_at_s
+            num_tokens = token_versions(trajectory).size
+            self._bias.add(seconds, num_tokens, trained.size, taken=fate == "trained")
         self._note(
             fate if fate in ("trained", "unused") else "dropped",
             trajectory=trajectory.trajectory_id,

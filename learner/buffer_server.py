@@ -11,9 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from seed_async.journal import Journal
+import msgspec
+
+from seed_async.journal import Journal, read_journal
 from seed_async.learner.buffer import Fate, GroupBuffer
+from seed_async.learner.recovery import recover
 from seed_async.messages import (
+    NO_HELLO,
     Ack,
     ActorHello,
     AnalysisJobs,
@@ -34,10 +38,10 @@ from seed_async.messages import (
     SkillResult,
     Trajectory,
 )
-from seed_async.reporting import report_buffer, report_rejected
+from seed_async.reporting import report_buffer
 from seed_async.role import RoleContext
 from seed_async.skill_library import library_of
-from seed_async.transport import Request, Server
+from seed_async.transport import Request
 
 HOLD_S = 2.0
 """How long a request without an answer is held; the asker then gets an empty answer and asks again."""
@@ -52,20 +56,24 @@ class BufferServer:
     def __init__(self, context: RoleContext) -> None:
         """Bind; nothing is granted before a first version is acknowledged."""
         self._context = context
-        self._server = Server(context.run_dir.buffer_endpoint(context.topology))
+        self._server = context.serve(context.run_dir.buffer_endpoint(context.topology))
         config = json.loads((context.run_dir.initial_model(context.topology) / "config.json").read_text())
-        self._journal = Journal(context.run_dir.journal)
+        journal = context.run_dir.journal
+        recovered = recover(read_journal(journal)) if journal.is_file() else None
+        self._journal = Journal(journal)
         self._buffer = GroupBuffer(
             context.topology,
             int(config["vocab_size"]),
             self._record,
             library_of(context.topology),
             self._journal.note,
+            recovered,
         )
-        self._records = context.run_dir.trajectories.open("a")
+        self._records = context.run_dir.trajectories.open("ab")
+        self._encoder = msgspec.json.Encoder()
         self._held: list[tuple[float, Request]] = []
         self._finished = False
-        self._evaluated: set[int] = set()
+        self._evaluated: set[int] = recovered.evaluated if recovered else set()
         self._last_tick_s = 0.0
         self._handlers: dict[type[Message], Callable[[Any], Message | None]] = {
             ActorHello: self._hello,
@@ -119,7 +127,6 @@ class BufferServer:
         self._last_tick_s = now_s
         self._buffer.expire(now_s)
         report_buffer(self._context.metrics, self._buffer.accounting(), self._buffer.analysis_backlog)
-        report_rejected(self._context.metrics, self._server.rejected)
 
     # Handlers: a message in, its answer out, None for "not yet" -------------------------------------------------
 
@@ -129,6 +136,8 @@ class BufferServer:
         return Ack()
 
     def _lease(self, message: LeaseRequest) -> Message | None:
+        if not self._buffer.knows(message.actor):
+            return Ack(status="refused", detail=NO_HELLO)
         if self._buffer.is_superseded(message.actor, message.incarnation):
             return Ack(status="fenced", detail=f"another incarnation of {message.actor} has said hello")
         leases = self._buffer.grant(message.actor, message.incarnation, message.slots, time.monotonic())
@@ -173,6 +182,7 @@ class BufferServer:
 
     def _evaluation_done(self, message: EvaluationDone) -> Message:
         self._evaluated.add(message.version)
+        self._journal.note("evaluated", version=message.version)
         return Ack()
 
     # Record and metrics -----------------------------------------------------------------------------------------
@@ -202,7 +212,7 @@ class BufferServer:
                 for turn in trajectory.turns
             ],
         }
-        self._records.write(json.dumps(line) + "\n")
+        self._records.write(self._encoder.encode(line) + b"\n")
         if fate == "trained":
             ages = {
                 "in_flight": trajectory.newest_version - trajectory.oldest_version,

@@ -15,13 +15,21 @@ from seed_async.learner.algorithms.losses import (
     TokenLogprobs,
     add_sums,
     metrics_from_sums,
+    no_sums,
     seed_loss,
 )
 from seed_async.learner.algorithms.methods import get_method
 from seed_async.learner.algorithms.terms import NonFiniteError, require_finite
 from seed_async.learner.batch import LossConfig, UpdateBatch
 from seed_async.learner.scoring import plan_micro_batches, score
-from seed_async.learner.targets import Clock, Denominators, TokenTargets, denominators, score_targets
+from seed_async.learner.targets import (
+    Clock,
+    Denominators,
+    TokenTargets,
+    denominators,
+    score_targets,
+    token_advantages,
+)
 
 
 def update(
@@ -35,14 +43,17 @@ def update(
 
     With a single mini-batch no optimizer step separates the proximal from the current weights, so that
     current.detach() *is* the proximal log-prob: rho is exactly 1, and the scoring pass is left out. With several
-    mini-batches the proximal log-probs are scored once, before the first step.
+    mini-batches the proximal log-probs are scored once, before the first step. A batch with all its tokens too old
+    leaves the weights as they are and has 0 optimizer steps.
     """
     clock = Clock()
     trajectories = batch.trajectories
     size = config.mini_batch_trajectories or len(trajectories)
     runs = [range(start, min(start + size, len(trajectories))) for start in range(0, len(trajectories), size)]
-    # A mini-batch without a response token has no loss, and gets no optimizer step.
-    mini_batches = [run for run in runs if any(len(trajectories[index].fresh) for index in run)]
+    # A mini-batch without a token to train has no loss, and gets no optimizer step.
+    mini_batches = [run for run in runs if any(trajectories[index].trained.any() for index in run)]
+    if not mini_batches:
+        return _metrics(batch, [], [], [], clock) | token_advantages(batch, config).metrics
     targets = score_targets(batch, config, policy, reference, clock, with_proximal=len(mini_batches) > 1)
     parts: list[SeedLoss] = []
     gaps: list[torch.Tensor] = []
@@ -56,9 +67,10 @@ def update(
             optimizer.step()
         parts += losses
         behaviour = targets.behaviour[targets.offsets[mini.start] : targets.offsets[mini.stop]]
-        gaps.append((proximal - behaviour).abs())
+        fresh = np.concatenate([trajectories[index].fresh for index in mini])
+        gaps.append((proximal - behaviour).abs()[torch.from_numpy(fresh).to(behaviour.device)])
     optimizer.zero_grad(set_to_none=True)
-    return _metrics(batch, parts, torch.cat(gaps), norms, clock) | targets.group_metrics
+    return _metrics(batch, parts, gaps, norms, clock) | targets.group_metrics
 
 
 def accumulate_gradients(
@@ -72,14 +84,16 @@ def accumulate_gradients(
     """Add the gradient of the joint loss over the trajectories `mini` to the policy's gradients.
 
     One packed micro-batch at a time, its graph freed by its backward. `totals` count the whole optimizer batch, so the
-    micro-batches' losses add up to its loss, or to this rank's share. Returns them, and the proximal log-probs [R].
+    micro-batches' losses add up to its loss, or to this rank's share. One without a token to train is left out. Returns
+    the losses, and the proximal log-probs [R], which where nothing was scored are those of the behaviour.
     """
     rows = [row for index in mini for row in batch.trajectories[index].plain]
     ends = targets.offsets[mini.start] + np.cumsum([0] + [len(row.turn_index) for row in rows])
     losses, proximals = [], []
     for micro in plan_micro_batches([len(row.token_ids) for row in rows], config.token_budget):
         part = slice(int(ends[micro.start]), int(ends[micro.stop]))
-        if part.start == part.stop:
+        if not targets.response_mask[part].any():
+            proximals.append(targets.behaviour[part])
             continue
         scores = score(
             policy, rows[micro.start : micro.stop], temperature=config.temperature, token_budget=config.token_budget
@@ -118,7 +132,7 @@ def _loss_of_part(
         logprobs,
         entropy,
         targets.advantage[part],
-        torch.ones_like(skill_mask),
+        targets.response_mask[part],
         skill_mask,
         response_denominator=totals.response,
         skill_denominator=totals.skill,
@@ -146,20 +160,19 @@ def _clip_gradients(policy: PreTrainedModel, max_norm: float) -> float:
 def _metrics(
     batch: UpdateBatch,
     parts: list[SeedLoss],
-    gap: torch.Tensor,
+    gaps: list[torch.Tensor],
     norms: list[float],
     clock: Clock,
 ) -> dict[str, float]:
     """Every metric of the update as a plain float; losses are means over its optimizer steps.
 
-    `sampler_gap_*`, |proximal - behaviour| on fresh tokens, is left out when no token is fresh.
+    Without a step everything is 0. `sampler_gap_*`, |proximal - behaviour| on fresh tokens (`gaps`, a part a step), is
+    left out when no token is fresh.
     """
-    tensors: dict[str, Any] = metrics_from_sums(add_sums([part.sums for part in parts]))
+    tensors: dict[str, Any] = metrics_from_sums(add_sums([part.sums for part in parts]) if parts else no_sums())
     for name in ("total", "policy", "entropy", "kl", "distillation"):
-        tensors[f"loss_{name}"] = torch.stack([getattr(part, name) for part in parts]).sum() / len(norms)
-    fresh = gap[
-        torch.from_numpy(np.concatenate([trajectory.fresh for trajectory in batch.trajectories])).to(gap.device)
-    ]
+        tensors[f"loss_{name}"] = sum((getattr(part, name) for part in parts), torch.zeros(())) / max(len(norms), 1)
+    fresh = torch.cat(gaps) if gaps else torch.zeros(0)
     if fresh.numel():
         tensors |= {"sampler_gap_mean": fresh.mean(), "sampler_gap_max": fresh.max()}
     metrics = {name: float(value) for name, value in tensors.items()}
@@ -167,12 +180,12 @@ def _metrics(
     trajectories = batch.trajectories
     with_skill = sum(bool(trajectory.skill) for trajectory in trajectories)
     metrics |= {
-        "gradient_norm": float(np.mean(norms)),
+        "gradient_norm": float(np.mean(norms)) if norms else 0.0,
         "optimizer_steps": float(len(norms)),
         "trajectories": float(len(trajectories)),
         "rows": float(sum(len(trajectory.plain) for trajectory in trajectories)),
         "tokens": float(sum(len(row.token_ids) for trajectory in trajectories for row in trajectory.plain)),
-        "response_tokens": float(sum(len(trajectory.fresh) for trajectory in trajectories)),
+        "response_tokens": float(sum(trajectory.trained.sum() for trajectory in trajectories)),
         "skill_rows": float(sum(len(trajectory.skill) for trajectory in trajectories)),
         "skill_context_tokens": float(sum(len(row.token_ids) for t in trajectories for row in t.skill)),
         "skill_trajectories": float(with_skill),

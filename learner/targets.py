@@ -21,8 +21,8 @@ class TokenTargets(NamedTuple):
     """What the loss needs beside the current log-probs, for every response token of some trajectories, each [R].
 
     The names are those of `TokenLogprobs`; `proximal` None means equal to `current`, see `step.update`. `offsets` has
-    one entry a trajectory and one more: the tokens of trajectory i are offsets[i] to offsets[i + 1]. `group_metrics`
-    tell what the advantages had to compare.
+    one entry a trajectory and one more: the tokens of trajectory i are offsets[i] to offsets[i + 1]. `response_mask` is
+    False on tokens that are too old for any term of the loss. `group_metrics` tell what the advantages had to compare.
     """
 
     advantage: torch.Tensor
@@ -31,12 +31,13 @@ class TokenTargets(NamedTuple):
     reference: torch.Tensor | None
     skill: torch.Tensor | None
     skill_mask: torch.Tensor
+    response_mask: torch.Tensor
     offsets: tuple[int, ...]
     group_metrics: dict[str, float]
 
 
 class Denominators(NamedTuple):
-    """Response tokens, and those of them with a skill context, over a whole optimizer batch and all its ranks."""
+    """Trained response tokens, and those of them with a skill context, over an optimizer batch and all its ranks."""
 
     response: float
     skill: float
@@ -112,7 +113,15 @@ def score_targets(
     behaviour_logprob = torch.from_numpy(behaviour).to(device)
     require_finite("behaviour_logprob", behaviour_logprob)
     return TokenTargets(
-        advantage, behaviour_logprob, proximal, reference_logprob, skill, skill_mask, offsets, advantages.metrics
+        advantage=advantage,
+        behaviour=behaviour_logprob,
+        proximal=proximal,
+        reference=reference_logprob,
+        skill=skill,
+        skill_mask=skill_mask,
+        response_mask=torch.from_numpy(np.concatenate([trajectory.trained for trajectory in trajectories])).to(device),
+        offsets=offsets,
+        group_metrics=advantages.metrics,
     )
 
 
@@ -161,6 +170,7 @@ def token_advantages(batch: UpdateBatch, config: LossConfig) -> TokenAdvantages:
 
 
 def denominators(targets: TokenTargets, mini: range) -> Denominators:
-    """Token counts of the trajectories `mini`."""
+    """Count the trained tokens of the trajectories `mini`."""
     whole = slice(targets.offsets[mini.start], targets.offsets[mini.stop])
-    return Denominators(float(whole.stop - whole.start), float(targets.skill_mask[whole].sum()))
+    mask = targets.response_mask[whole]
+    return Denominators(float(mask.sum()), float((mask & targets.skill_mask[whole]).sum()))

@@ -7,67 +7,32 @@ by acknowledgements, each wait with its deadline. Stops after the last update, w
 
 import json
 import time
-from collections import Counter
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from seed_async.journal import Journal
-from seed_async.layouts import TokenRow, plain_rows, teacher_rows
-from seed_async.learner.algorithms.methods import Method, get_method
-from seed_async.learner.batch import LossConfig, UpdateBatch, UpdateTrajectory
+from seed_async.journal import Journal, read_journal
+from seed_async.learner.checkpoint import CheckpointWriter, newest_checkpoint, restore, take_snapshot
 from seed_async.learner.export import export_policy
 from seed_async.learner.scoring import load_policy
 from seed_async.learner.step import update
-from seed_async.messages import Batch, BatchRequest, Finished, RunFinished, Sample
+from seed_async.learner.update_rows import check_ages, loss_config, trained_ages, update_batch
+from seed_async.messages import Batch, BatchRequest, Finished, Message, RunFinished
 from seed_async.role import RoleContext
-from seed_async.skill_library import SkillLibrary, library_of
+from seed_async.skill_library import library_of
 from seed_async.staleness import StalenessBound
 from seed_async.text import ChatTokenizer
-from seed_async.topology import Topology
-from seed_async.transport import Client, Server
-from seed_async.weights import SegmentStore, WeightPublisher
+from seed_async.transport import TransportTimeoutError
+from seed_async.weights import open_publisher
 
 JOIN_TIMEOUT_S = 180.0
 """A policy server that starts, or starts again, loads torch and the model first: a minute on a busy laptop."""
-BUFFER_TIMEOUT_S = 60.0
-"""The buffer answers within seconds; a minute of silence means that it is gone."""
-
-
-class StaleBatchError(RuntimeError):
-    """A batch with a trajectory older than the bound, which must never be trained."""
-
-
-def loss_config(topology: Topology) -> LossConfig:
-    """The update's hyper-parameters as the topology gives them."""
-    loss, optimizer = topology.loss, topology.optimizer
-    return LossConfig(
-        method=topology.method,
-        clip=loss.clip,
-        dual_clip=loss.dual_clip,
-        importance_cap=loss.importance_cap,
-        synchronous=topology.staleness.max == 0,
-        opd_beta=loss.opd_beta,
-        opd_coef=loss.opd_coef,
-        opd_gate=loss.opd_gate,
-        opid_coef=loss.opid_coef,
-        opsd_coef=loss.opsd_coef,
-        opsd_rl=loss.opsd_rl,
-        gigpo_discount=loss.gigpo_discount,
-        gigpo_step_weight=loss.gigpo_step_weight,
-        kl_coef=loss.kl_coef,
-        entropy_coef=loss.entropy_coef,
-        invalid_penalty=loss.invalid_penalty,
-        divide_by_std=loss.divide_by_std,
-        statistics=loss.statistics,
-        temperature=topology.rollout.temperature,
-        max_grad_norm=optimizer.max_grad_norm,
-        token_budget=optimizer.token_budget,
-        mini_batch_trajectories=optimizer.mini_batch_trajectories,
-    )
+BUFFER_TIMEOUT_S = 120.0
+"""The buffer answers within seconds, one that starts again within half a minute."""
+PULSE_INTERVAL_S = 1.0
 
 
 def numpy_weights(model: PreTrainedModel) -> dict[str, np.ndarray]:
@@ -80,66 +45,10 @@ def numpy_weights(model: PreTrainedModel) -> dict[str, np.ndarray]:
     }
 
 
-def teacher_skill(sample: Sample, method: Method, library: SkillLibrary | None) -> tuple[str, dict[int, str]]:
-    """The skill of the teacher's contexts, empty for none, and the step skills that replace it, by turn."""
-    if method.has_teacher and sample.skill is not None:
-        steps = {step.step: step.skill for step in sample.skill.step_skills} if method.step_skills else {}
-        return sample.skill.episode_skill, steps
-    if method.uses_library and library is not None:
-        return library.skill(sample.trajectory.task_type) or "", {}
-    return "", {}
-
-
-def update_batch(
-    samples: Sequence[Sample],
-    version: int,
-    tokenizer: ChatTokenizer,
-    topology: Topology,
-    max_skill_tokens: int,
-    library: SkillLibrary | None = None,
-) -> tuple[UpdateBatch, dict[str, float]]:
-    """Turn received samples into an update's rows.
-
-    Returns also the counts of what the distillation has to leave out: `masked_rows_REASON` and `masked_tokens_REASON`,
-    rows and response tokens without a teacher because their trajectory has no skill (by the sample's reason)
-    or because the augmented row is over `max_skill_tokens` (`over_long`).
-    """
-    method = get_method(topology.method)
-    observation_ids: dict[str, int] = {}
-    masked: Counter[str] = (
-        Counter(masked_rows_over_long=0, masked_tokens_over_long=0) if method.has_teacher else Counter()
-    )
-    trajectories = []
-    for sample in samples:
-        trajectory = sample.trajectory
-        plain = plain_rows(trajectory)
-        skill: tuple[TokenRow, ...] = ()
-        episode_skill, step_skills = teacher_skill(sample, method, library)
-        if episode_skill:
-            teacher = teacher_rows(trajectory, episode_skill, step_skills, tokenizer, max_skill_tokens)
-            skill = teacher.rows
-            masked["masked_rows_over_long"] += teacher.rows_left_out
-            masked["masked_tokens_over_long"] += teacher.tokens_left_out
-        elif method.has_teacher:
-            reason = sample.skill_reason or "no_skill"
-            masked[f"masked_rows_{reason}"] += len(plain)
-            masked[f"masked_tokens_{reason}"] += sum(row.turn_index.size for row in plain)
-        turns = trajectory.turns
-        trajectories.append(
-            UpdateTrajectory(
-                plain=plain,
-                behaviour_logprob=np.concatenate([turn.behaviour_logprob for turn in turns]),
-                fresh=np.concatenate([turn.versions for turn in turns]) == version,
-                invalid=np.array([not turn.parsed for turn in turns]),
-                observation_ids=np.array(
-                    [observation_ids.setdefault(turn.observation, len(observation_ids)) for turn in turns]
-                ),
-                episode_return=trajectory.episode_return * topology.loss.reward_scale,
-                group_id=trajectory.group_id,
-                skill=skill,
-            )
-        )
-    return UpdateBatch(tuple(trajectories)), {name: float(count) for name, count in masked.items()}
+def newest_published(journal: Path) -> int:
+    """The newest version that any learner of this run has handed out; -1 for none."""
+    entries = read_journal(journal) if journal.is_file() else ()
+    return max((entry.version for entry in entries if entry.event == "published"), default=-1)
 
 
 class Learner:
@@ -165,14 +74,18 @@ class Learner:
         self._config = loss_config(topology)
         self._library = library_of(topology)
         self._first_batch_s: float | None = None
-        self._publisher = WeightPublisher(Server(run_dir.weights_endpoint(topology)), SegmentStore(run_dir.segments()))
-        self._buffer = Client(run_dir.buffer_endpoint(topology), context.name)
+        self._publisher = open_publisher(context)
+        self._buffer = context.connect(run_dir.buffer_endpoint(topology), "buffer-0")
         self._metrics_file = run_dir.metrics.open("a")
+        self._training_s = 0.0
+        self._saved = 0
+        self._checkpoints = CheckpointWriter(run_dir.checkpoints, topology.checkpoint.keep)
+        self._published = newest_published(run_dir.trained)
         self._journal = Journal(run_dir.trained)
 
     def run(self) -> None:
         """Update until the end of the run, export the policy, wait for its evaluation."""
-        version = 0
+        version = self._start()
         self._publish(version)
         while version < self._topology.run.updates:
             waiting_since_s = time.monotonic()
@@ -181,11 +94,12 @@ class Learner:
                 break
             wait_s = time.monotonic() - waiting_since_s
             metrics = self._train(batch, version)
-            for sample in batch.samples:
-                self._journal.note("trained", trajectory=sample.trajectory.trajectory_id, version=version)
             version += 1
+            self._save(version, due=version % (self._topology.checkpoint.every or 1) == 0)
             publish_s = self._publish(version)
             self._record(batch, version, metrics | {"wait_s": wait_s, "publish_s": publish_s})
+        self._save(version, due=True)
+        self._checkpoints.wait()
         export_policy(self._policy, self._context.run_dir.initial_model(self._topology), self._context.run_dir.final)
         self._finish(version)
         self._publisher.close()
@@ -193,11 +107,38 @@ class Learner:
         self._metrics_file.close()
         self._journal.close()
 
+    def _start(self) -> int:
+        """Return the version to begin with: 0, or where a learner before this one has left off.
+
+        Versions never go back: weights of a checkpoint older than what was published get the next number.
+        """
+        log, weights = self._context.log, 0
+        found = newest_checkpoint(self._context.run_dir.checkpoints, lambda fault: log.warning(fault))
+        if found is not None:
+            folder, manifest = found
+            restore(folder, self._policy, self._optimizer)
+            weights, self._training_s = manifest.version, manifest.training_s
+            self._saved = weights
+        version = weights if weights >= self._published else self._published + 1
+        if self._published >= 0:
+            log.warning("going on", version=version, weights=weights, published=self._published)
+        self._journal.note("started", version=version, weights=weights)
+        return version
+
+    def _save(self, version: int, *, due: bool) -> None:
+        """Begin to write a checkpoint of `version` when one is due and wanted at all."""
+        if due and self._topology.checkpoint.every and version > self._saved:
+            self._saved = version
+            with self._context.timeline.span("checkpoint", version):
+                self._checkpoints.submit(take_snapshot(version, self._elapsed_s(), self._policy, self._optimizer))
+
+    def _elapsed_s(self) -> float:
+        """Seconds of training so far; the clock starts when the first batch can be trained."""
+        return self._training_s + (time.monotonic() - self._first_batch_s if self._first_batch_s else 0.0)
+
     def _over(self) -> bool:
         limit = self._topology.run.max_minutes
-        if limit is None or self._first_batch_s is None:
-            return self._context.stop.is_set()
-        return self._context.stop.is_set() or time.monotonic() - self._first_batch_s > limit * 60
+        return self._context.stop.is_set() or (limit is not None and self._elapsed_s() > limit * 60)
 
     def _fetch(self, version: int) -> Batch | None:
         """Wait for the batch of the next update; None when told to stop or when the run's time is up.
@@ -209,23 +150,21 @@ class Learner:
             self._context.metrics.histogram("wait_for_batch_seconds").time(),
         ):
             while not self._over():
-                self._context.pulse.beat()
-                reply = self._buffer.call(BatchRequest(version=version), BUFFER_TIMEOUT_S)
+                reply = self._ask(BatchRequest(version=version))
                 if isinstance(reply, Batch) and reply.samples:
-                    self._check_ages(reply)
-                    # The clock of the run's time limit starts when the first batch can be trained.
                     self._first_batch_s = self._first_batch_s or time.monotonic()
                     return reply
         return None
 
-    def _check_ages(self, batch: Batch) -> None:
-        """The bound once more, just before the forward pass. Raises StaleBatchError: the buffer broke its promise."""
-        for sample in batch.samples:
-            if not self._bound.admits(batch.version, sample.trajectory.oldest_version):
-                raise StaleBatchError(
-                    f"trajectory {sample.trajectory.trajectory_id} of version {sample.trajectory.oldest_version} came "
-                    f"for the update from version {batch.version}: older than {self._bound.max_staleness}"
-                )
+    def _ask(self, message: Message) -> Message:
+        """Ask the buffer; this loop goes on turning meanwhile. Raises TransportTimeoutError."""
+        sequence, deadline_s = self._buffer.submit(message), time.monotonic() + BUFFER_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            self._context.pulse.beat()
+            for number, reply in self._buffer.poll(PULSE_INTERVAL_S):
+                if number == sequence:
+                    return reply
+        raise TransportTimeoutError(f"no reply of the buffer to {type(message).__name__} in {BUFFER_TIMEOUT_S:.0f} s")
 
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
         started_s = time.monotonic()
@@ -238,12 +177,21 @@ class Learner:
                 self._policy.config.max_position_embeddings,
                 self._library,
             )
+            check_ages(batch.samples, rows, version, self._bound)
             metrics = update(rows, self._config, self._policy, self._reference, self._optimizer)
+        for sample, trajectory in zip(batch.samples, rows.trajectories, strict=True):
+            self._journal.note(
+                "trained",
+                trajectory=sample.trajectory.trajectory_id,
+                version=version,
+                num_tokens=int(trajectory.trained.sum()),
+            )
         return metrics | masked | {"step_s": time.monotonic() - started_s}
 
     def _publish(self, version: int) -> float:
         """Publish the policy as `version` and wait until the policy servers serve it; returns the seconds it took."""
         started_s = time.monotonic()
+        self._journal.note("published", version=version)
         with self._context.timeline.span("publish", version):
             self._publisher.publish(version, numpy_weights(self._policy))
             replicas = self._topology.roles.policy.replicas
@@ -257,11 +205,11 @@ class Learner:
 
     def _record(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         trajectories = [sample.trajectory for sample in batch.samples]
-        ages = [batch.version - trajectory.oldest_version for trajectory in trajectories]
+        ages = trained_ages(batch.samples, batch.version, self._bound)
         line: dict[str, Any] = {"version": version, "time_s": time.time()} | metrics
         line |= {
-            "age_mean": float(np.mean(ages)),
-            "age_max": max(ages),
+            "age_mean": float(np.mean(ages)) if ages else 0.0,
+            "age_max": max(ages, default=0),
             "reward_mean": float(np.mean([trajectory.episode_return for trajectory in trajectories])),
             "success": float(np.mean([trajectory.won for trajectory in trajectories])),
             "turns_mean": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
@@ -275,8 +223,7 @@ class Learner:
     def _finish(self, version: int) -> None:
         """Say that this was the last version; wait until its evaluation is done."""
         while not self._context.stop.is_set():
-            self._context.pulse.beat()
-            reply = self._buffer.call(RunFinished(version=version), BUFFER_TIMEOUT_S)
+            reply = self._ask(RunFinished(version=version))
             if isinstance(reply, Finished) and reply.done:
                 return
 
@@ -285,6 +232,7 @@ def report_update(context: RoleContext, line: dict[str, Any]) -> None:
     """Bring one line of metrics.jsonl into the learner's /metrics."""
     metrics = context.metrics
     metrics.counter("updates_total").inc()
+    metrics.counter("updates_without_tokens_total").inc(not line["response_tokens"])
     metrics.counter("trained_tokens_total").inc(line["response_tokens"])
     metrics.gauge("trajectory_age_oldest_versions").set(line["age_max"])
     gauges = {
@@ -315,6 +263,8 @@ def report_update(context: RoleContext, line: dict[str, Any]) -> None:
             metrics.gauge("loss", term=key.removeprefix("loss_")).set(value)
         elif key.startswith("masked_rows_"):
             metrics.counter("masked_rows_total", reason=key.removeprefix("masked_rows_")).inc(value)
+        elif key.startswith("masked_tokens_"):
+            metrics.counter("masked_tokens_total", reason=key.removeprefix("masked_tokens_")).inc(value)
         elif key.startswith("seconds_"):
             metrics.histogram("learner_phase_seconds", phase=key.removeprefix("seconds_")).observe(value)
 

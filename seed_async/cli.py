@@ -103,13 +103,16 @@ def launch_command(
     topology: TopologyOption,
     overrides: SetOption = None,
     overwrite: Annotated[bool, typer.Option(help="Delete an earlier run of that name.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on with an earlier run of that name.")] = False,
 ) -> None:
     """Run a topology: Stage 1 for a new model, asynchronous training, summary and plots."""
     with _user_errors():
+        if overwrite and resume:
+            raise UsageError("--overwrite deletes the run that --resume goes on with: give one of them")
         loaded = load_topology(topology, overrides or ())
         _count_tasks(loaded)
     try:
-        code = launch(loaded, _report, overwrite=overwrite)
+        code = launch(loaded, _report, overwrite=overwrite, resume=resume)
     except LaunchError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(USER_ERROR) from error

@@ -12,6 +12,9 @@ from typing import Literal, Protocol
 import msgspec
 
 Event = Literal[
+    "reopened",  # the writer started again on its own journal
+    "opened",  # a group on the game `task`; `cursor` places of the list of games are used up now
+    "quarantined",  # the game `task` failed too often and is never opened again
     "leased",  # a member was granted to an actor incarnation
     "returned",  # its lease ended without a result: no progress, a dead incarnation, or its group ended
     "failed",  # its episode failed, or its result was refused
@@ -21,16 +24,24 @@ Event = Literal[
     "refused",  # a damaged result; the lease ends as failed
     "analysed",  # a skill, or the reason for none, came in time
     "trained",  # handed to the learner for the update from `version`; by the learner: the update is made
+    "masked",  # of a trained trajectory `num_tokens` are too old: they are left out of the loss
     "dropped",  # left out for good, with its reason
+    "evaluated",  # the evaluation of `version` is in, or was given up
+    "started",  # a learner goes on with the weights of version `weights` under the number `version`
+    "published",  # a learner hands out `version`
     "unused",  # still held when the run ended
     "closed",  # the writer ended in order: nothing follows
 ]
 
 
+_BLOCK_BYTES = 1 << 16
+
+
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One line of a journal.
 
-    `task` is an index into the training split, `age` counts from the oldest token, `num_tokens` are response tokens.
+    `task` is an index into the training split; `age` counts from the oldest token, or from the oldest that is trained;
+    `num_tokens` are response tokens.
     """
 
     event: Event
@@ -45,6 +56,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     version: int = -1
     age: int = -1
     num_tokens: int = -1
+    cursor: int = -1
+    weights: int = -1
 
 
 class Note(Protocol):
@@ -64,6 +77,8 @@ class Note(Protocol):
         version: int = -1,
         age: int = -1,
         num_tokens: int = -1,
+        cursor: int = -1,
+        weights: int = -1,
     ) -> None:
         """Record what happened; the fields are those of `Entry`."""
         ...
@@ -77,9 +92,10 @@ class Journal:
     """Appends entries, unbuffered: a kill costs at most the line being written."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path` for appending."""
+        """Open `path` for appending; a last line cut by a kill is taken away."""
         self._file = path.open("ab", buffering=0)
         self._encoder = msgspec.json.Encoder()
+        self._file.truncate(_whole_bytes(path))
 
     def note(
         self,
@@ -95,10 +111,25 @@ class Journal:
         version: int = -1,
         age: int = -1,
         num_tokens: int = -1,
+        cursor: int = -1,
+        weights: int = -1,
     ) -> None:
         """Write one entry."""
         entry = Entry(
-            event, time.time(), lease, trajectory, group, member, task, incarnation, reason, version, age, num_tokens
+            event=event,
+            time_s=time.time(),
+            lease=lease,
+            trajectory=trajectory,
+            group=group,
+            member=member,
+            task=task,
+            incarnation=incarnation,
+            reason=reason,
+            version=version,
+            age=age,
+            num_tokens=num_tokens,
+            cursor=cursor,
+            weights=weights,
         )
         self._file.write(self._encoder.encode(entry) + b"\n")
 
@@ -108,13 +139,28 @@ class Journal:
         self._file.close()
 
 
+def _whole_bytes(path: Path) -> int:
+    """Return how many bytes of a journal are whole lines."""
+    position = path.stat().st_size
+    with path.open("rb") as file:
+        while position:
+            start = max(0, position - _BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            position = start
+    return 0
+
+
 def read_journal(path: Path) -> Iterator[Entry]:
     """Yield the entries of a journal in order; a last line cut by a kill is left out. Raises JournalDamagedError."""
     decoder = msgspec.json.Decoder(Entry)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
             try:
                 yield decoder.decode(line)
             except msgspec.DecodeError as error:
-                if line.endswith(b"\n"):
-                    raise JournalDamagedError(f"{path}, line {number}: {error}") from error
+                raise JournalDamagedError(f"{path}, line {number}: {error}") from error

@@ -17,13 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import psutil
 
+from seed_async.keys import create_keys
 from seed_async.live import LiveView
 from seed_async.rundir import RunDir
 from seed_async.supervisor import (
+    RECOVERING_ROLES,
     ChildStarter,
     CommandBuilder,
     RunFailedError,
@@ -34,11 +36,16 @@ from seed_async.supervisor import (
     role_command,
 )
 from seed_async.topology import Topology
-from seed_async.topology_file import dump_topology
+from seed_async.topology_file import dump_topology, load_topology
 
 REFRESH_INTERVAL_S = 0.25
 STAGE1_STOP_TIMEOUT_S = 5.0
 """Stage 1 has nothing to save when it is interrupted."""
+
+MAY_CHANGE_ON_RESUME = frozenset({"run.updates", "run.max_minutes", "run.dir"})
+"""A resumed run may go on for longer; its directory may have been moved."""
+MADE_AGAIN = frozenset({"counts.json", "summary.json", "plots", "final", "targets", "pulse", "sockets"})
+"""What a resumed run makes again."""
 
 Status = Literal["finished", "interrupted", "failed"]
 Report = Callable[[RunDir, Topology, dict[str, float], Status], None]
@@ -93,8 +100,33 @@ def stage1_commands(topology: Topology, run_dir: RunDir) -> dict[str, list[str]]
     }
 
 
-def check_startable(topology: Topology, run_dir: RunDir, *, overwrite: bool) -> None:
+def check_resumable(topology: Topology, run_dir: RunDir) -> None:
+    """Raise LaunchError when `run_dir` holds no run of this topology. Changes nothing."""
+    if not run_dir.topology.is_file():
+        raise LaunchError(f"{run_dir.root} holds no run to resume")
+    before, now = load_topology(run_dir.topology).model_dump(), topology.model_dump()
+    different = sorted(_different_keys(before, now) - MAY_CHANGE_ON_RESUME)
+    if different:
+        raise LaunchError(f"{run_dir.root} was made with another topology; different keys: {', '.join(different)}")
+    if topology.model.init is not None and not (run_dir.model / "config.json").is_file():
+        raise LaunchError(f"Stage 1 of {run_dir.root} did not end: start anew with --overwrite")
+
+
+def _different_keys(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:
+    keys: set[str] = set()
+    for name in before.keys() | now.keys():
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys |= _different_keys(old, new, f"{prefix}{name}.")
+        elif old != new:
+            keys.add(prefix + name)
+    return keys
+
+
+def check_startable(topology: Topology, run_dir: RunDir, *, overwrite: bool, resume: bool = False) -> None:
     """Raise LaunchError for whatever would end the run at once. Changes nothing."""
+    if resume:
+        check_resumable(topology, run_dir)
     path = topology.model.path
     if path is not None and not (path / "config.json").is_file():
         raise LaunchError(f"model.path {path} is no checkpoint folder: it holds no config.json")
@@ -106,8 +138,10 @@ def check_startable(topology: Topology, run_dir: RunDir, *, overwrite: bool) -> 
     if run_dir.root.is_dir() and any(run_dir.root.iterdir()):
         if not run_dir.topology.is_file():
             raise LaunchError(f"{run_dir.root} holds something that is not a run: choose another run.name or run.dir")
-        if not overwrite:
-            raise LaunchError(f"{run_dir.root} already holds a run: choose another run.name or give --overwrite")
+        if not overwrite and not resume:
+            raise LaunchError(
+                f"{run_dir.root} already holds a run: choose another run.name, or give --resume or --overwrite"
+            )
     if topology.transport.kind == "tcp":
         _check_ports(topology)
 
@@ -123,22 +157,26 @@ def _check_ports(topology: Topology) -> None:
                 raise LaunchError(f"port {port} (transport.base_port {first}): {error.strerror}") from error
 
 
-def prepare(topology: Topology, run_dir: RunDir) -> None:
-    """Empty the run directory, write the resolved topology, and claim it. Raises LaunchError."""
+def prepare(topology: Topology, run_dir: RunDir, *, resume: bool = False) -> None:
+    """Claim the run directory, empty it unless the run is resumed, write the topology. Raises LaunchError."""
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
         _claim(run_dir)
         # The directory itself stays: it may be a mount point.
         for entry in run_dir.root.iterdir():
+            if resume and entry.name not in MADE_AGAIN:
+                continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
         for directory in (run_dir.logs, run_dir.targets):
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)
         _remove_shared(run_dir)
         run_dir.sockets().mkdir(parents=True, mode=0o700)
         run_dir.topology.write_text(dump_topology(topology), encoding="utf-8")
+        if topology.transport.curve:
+            create_keys(run_dir.keys, [f"{role}-{index}" for role, index, _ in role_processes(topology)])
         with run_dir.launcher.open("w", encoding="utf-8") as file:
             json.dump({"pid": os.getpid(), "process_started_at_s": psutil.Process().create_time()}, file)
     except OSError as error:
@@ -180,17 +218,18 @@ class Launcher:
         self._stage1_child: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
 
-    def run(self, report: Report, *, overwrite: bool = False) -> int:
+    def run(self, report: Report, *, overwrite: bool = False, resume: bool = False) -> int:
         """Run all phases; returns the exit code: 0 finished, 1 failed, 128 + signal when interrupted.
 
-        Raises LaunchError when nothing was started.
+        A resumed run goes on after Stage 1. Raises LaunchError when nothing was started.
         """
-        check_startable(self._topology, self._run_dir, overwrite=overwrite)
-        prepare(self._topology, self._run_dir)
+        check_startable(self._topology, self._run_dir, overwrite=overwrite, resume=resume)
+        prepare(self._topology, self._run_dir, resume=resume)
         status: Status = "failed"
         with self._handling_signals():
             try:
-                self._make_model()
+                if not resume:
+                    self._make_model()
                 self._train()
                 status = "finished"
             except _InterruptedError:
@@ -225,7 +264,12 @@ class Launcher:
     def _train(self) -> None:
         with self._timed("rl"), (self._run_dir.logs / "launcher.log").open("a") as log:
             supervisor = Supervisor(
-                self._run_dir, self._topology.supervision, self._starter, _event_writer(log), self._command
+                self._run_dir,
+                self._topology.supervision,
+                self._starter,
+                _event_writer(log),
+                self._command,
+                RECOVERING_ROLES if self._topology.checkpoint.every else RECOVERING_ROLES - {"learner"},
             )
             self._supervisor = supervisor
             try:
@@ -293,8 +337,11 @@ def _event_writer(log: IO[str]) -> Callable[[str], None]:
     return write
 
 
-def launch(topology: Topology, report: Report, *, overwrite: bool = False) -> int:
-    """Run `topology` from Stage 1 to the report; returns the exit code. Raises LaunchError before anything starts."""
+def launch(topology: Topology, report: Report, *, overwrite: bool = False, resume: bool = False) -> int:
+    """Run `topology` from Stage 1, or from where it was left, to the report; returns the exit code.
+
+    Raises LaunchError before anything starts.
+    """
     for key in topology.idle_keys:
         print(f"note: {key} has no effect with method {topology.method}", flush=True)
-    return Launcher(topology).run(report, overwrite=overwrite)
+    return Launcher(topology).run(report, overwrite=overwrite, resume=resume)

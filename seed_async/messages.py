@@ -14,6 +14,7 @@ from seed_async.ports import FinishReason, RequestKind, Sampling
 PROTOCOL_VERSION = 3
 
 TrajectoryStatus = Literal["won", "lost", "truncated"]
+WeightsPhase = Literal["idle", "transfer", "verify", "resume"]
 AckStatus = Literal["accepted", "duplicate", "fenced", "refused"]
 
 
@@ -32,6 +33,10 @@ class Ack(Message, frozen=True):
 
 
 # Environment actor <-> buffer ------------------------------------------------------------------------------------
+
+
+NO_HELLO = "say hello first"
+"""Why a buffer that has started again refuses an actor's requests."""
 
 
 class ActorHello(Message, frozen=True):
@@ -86,7 +91,7 @@ class EpisodeFailed(Message, frozen=True):
     reason: str
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One environment step of a trajectory.
 
     `prompt_ids` int32 [P] are the ids appended before the response, or the whole prompt where the turn opens a new
@@ -110,7 +115,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     versions: np.ndarray
 
 
-class Trajectory(Message, frozen=True):
+class Trajectory(Message, frozen=True, gc=False):
     """A finished episode, ids kept as sampled; its first turn opens a context, and so may later ones.
 
     `task_line` is the line of each opening message that holds the task: where a skill is inserted. `episode_return` is
@@ -137,12 +142,12 @@ class Trajectory(Message, frozen=True):
     @property
     def oldest_version(self) -> int:
         """The version of the oldest sampled token: what the trajectory's age counts from."""
-        return min(int(turn.versions.min()) for turn in self.turns if turn.versions.size)
+        return int(np.concatenate([turn.versions for turn in self.turns]).min())
 
     @property
     def newest_version(self) -> int:
         """The version of the newest sampled token."""
-        return max(int(turn.versions.max()) for turn in self.turns if turn.versions.size)
+        return int(np.concatenate([turn.versions for turn in self.turns]).max())
 
     @property
     def won(self) -> bool:
@@ -214,7 +219,9 @@ class BatchRequest(Message, frozen=True):
 
 
 class Batch(Message, frozen=True):
-    """Whole groups, in the order of their completion, each within the staleness bound at `version`.
+    """Whole groups, in the order in which they were opened, within the staleness bound at `version`.
+
+    With `on_stale: mask` a group may hold older tokens, which the learner leaves out of the loss.
 
     No sample means that none was ready within the wait: ask again.
     """
@@ -293,21 +300,38 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WeightsManifest(Message, frozen=True):
-    """A published version: a shared-memory segment, its tensors, and the digest of its bytes."""
+    """A published version: its tensors in one run of bytes, the digest of these, and where they are to be had.
+
+    `segment` is a file in shared memory or the address of a broadcast. `attempt` counts how often the version was
+    staged again because somebody had received damaged bytes.
+    """
 
     version: int
     segment: str
     num_bytes: int
     digest: str
     tensors: tuple[TensorSpec, ...]
+    attempt: int = 0
+
+    @property
+    def key(self) -> str:
+        """What tells this announcement from every other one: version, attempt and digest."""
+        return f"{self.version}.{self.attempt}.{self.digest}"
+
+
+class WeightsOrders(Message, frozen=True):
+    """What the publisher wants of its receivers: the newest version, and the one in service (-1: none yet)."""
+
+    pinned: int
+    manifest: WeightsManifest | None
 
 
 class WeightsPoll(Message, frozen=True):
-    """Long poll for weights newer than `version`; at the same time the acknowledgement of `version` with `digest`.
+    """A receiver's report, and over ZeroMQ at the same time its long poll for orders that it does not know.
 
-    A receiver that has nothing yet sends version -1 and an empty digest. `refused` is the digest of a version whose
-    bytes arrived damaged: the publisher stages it again. The answer is a WeightsManifest, or an Ack when nothing newer
-    came within the wait.
+    `version` with `digest` is in use, which acknowledges it (-1 and empty: nothing yet); `staged` is verified and about
+    to be used; `seen` is the key of the newest manifest it knows; `refused` the key of one whose bytes arrived damaged,
+    which the publisher then stages again. The answer is WeightsOrders, or an Ack when nothing new came within the wait.
     """
 
     receiver: str
@@ -315,3 +339,7 @@ class WeightsPoll(Message, frozen=True):
     version: int
     digest: str
     refused: str = ""
+    staged: int = -1
+    seen: str = ""
+    pinned: int = -1
+    phase: WeightsPhase = "idle"

@@ -60,6 +60,10 @@ FAMILIES: dict[str, Family] = {
         "gauge", "Bias over signal of an unweighted distillation term; above 0.3 the importance weight is needed."
     ),
     "masked_rows_total": Family("counter", "Rows without a distillation term that should have one.", ("reason",)),
+    "masked_tokens_total": Family(
+        "counter", "Response tokens too old for any term (stale), or without a distillation term.", ("reason",)
+    ),
+    "updates_without_tokens_total": Family("counter", "Updates whose every token was too old: nothing was trained."),
     "kl_nats": Family("gauge", "Mean k3 estimate of the divergence from the reference in the last batch."),
     "clip_ratio": Family("gauge", "Share of the last batch's tokens at a clip: ratio, dual.", ("bound",)),
     "importance_weight": Family("gauge", "Truncated importance weights of the last batch: mean, max.", ("statistic",)),
@@ -73,6 +77,11 @@ FAMILIES: dict[str, Family] = {
         ("status",),
     ),
     "trajectories_dropped_total": Family("counter", "Accepted trajectories that were never trained.", ("reason",)),
+    "trained_length_ratio": Family("gauge", "Mean tokens trained over mean tokens played; below 1 long ones are lost."),
+    "trained_token_ratio": Family("gauge", "Tokens trained over tokens of all trajectories that have ended."),
+    "slowest_decile_trained_ratio": Family(
+        "gauge", "Share of the tokens of the longest tenth that is trained, by seconds or by tokens.", ("by",)
+    ),
     "trajectories_buffered": Family("gauge", "Accepted trajectories that wait to be trained."),
     "trajectories_running": Family("gauge", "Leases out with actors."),
     "groups_dropped_total": Family("counter", "Groups that were never trained.", ("reason",)),
@@ -89,6 +98,9 @@ FAMILIES: dict[str, Family] = {
     "analyzer_queue": Family("gauge", "Trajectories that wait for an analyzer."),
     # Environment and evaluation actors
     "episodes_total": Family("counter", "Finished episodes by outcome: won, lost, truncated.", ("outcome",)),
+    "episodes_failed_total": Family(
+        "counter", "Episodes without a result by kind: timeout, died, raised, garbage, or a named error.", ("kind",)
+    ),
     "environment_steps_total": Family("counter", "Environment steps."),
     "invalid_actions_total": Family("counter", "Steps whose action did not parse or was not understood."),
     "episode_seconds": Family("histogram", "Length of an episode.", (), SECONDS),
@@ -101,7 +113,7 @@ FAMILIES: dict[str, Family] = {
     "prefilled_tokens_total": Family("counter", "Prompt tokens computed."),
     "cached_tokens_total": Family("counter", "Prompt tokens served from the prefix cache."),
     # Any role
-    "rejected_frames_total": Family("counter", "Received messages that were refused.", ("reason",)),
+    "rejected_frames_total": Family("counter", "Messages refused or not delivered.", ("reason",)),
     "event_loop_lag_seconds": Family("gauge", "How late the event loop last woke."),
 }
 

@@ -23,12 +23,15 @@ import setproctitle
 import structlog
 from structlog.typing import FilteringBoundLogger
 
+from seed_async.keys import RunKeys
 from seed_async.metrics import Metrics
 from seed_async.pulse import Pulse
+from seed_async.reporting import RejectionLog
 from seed_async.rundir import RunDir
 from seed_async.timeline import Timeline
 from seed_async.topology import Topology
 from seed_async.topology_file import load_topology
+from seed_async.transport import AsyncClient, Client, ClientCurve, Server
 
 ROLE_MODULES = {
     "buffer": "seed_async.learner.buffer_server",
@@ -72,6 +75,30 @@ class RoleContext:
     def name(self) -> str:
         """The process's name, e.g. `actor-1`: the same after a restart, unlike the incarnation."""
         return f"{self.role}-{self.index}"
+
+    def serve(self, endpoint: str) -> Server:
+        """Bind `endpoint`, with the run's keys where it has some; what is refused is counted, and its sender logged."""
+        rejections = RejectionLog(self.log, self.metrics)
+        return Server(endpoint, curve=self._keys().server() if self._curve else None, on_rejected=rejections.note)
+
+    def connect(self, endpoint: str, server: str) -> Client:
+        """Return a client of the process `server` (`buffer-0`)."""
+        return Client(endpoint, self.name, curve=self.client_curve(server))
+
+    def connect_async(self, endpoint: str, server: str) -> AsyncClient:
+        """Return a client of the process `server` (`buffer-0`) for an event loop."""
+        return AsyncClient(endpoint, self.name, curve=self.client_curve(server))
+
+    def client_curve(self, server: str) -> ClientCurve | None:
+        """Return the keys for a connection to the process `server`; None in a run without."""
+        return self._keys().client(server) if self._curve else None
+
+    @property
+    def _curve(self) -> bool:
+        return self.topology.transport.curve
+
+    def _keys(self) -> RunKeys:
+        return RunKeys.load(self.run_dir.keys, self.name)
 
 
 def die_with_launcher() -> None:

@@ -3,6 +3,7 @@
 topology.yaml       the resolved topology          metrics.jsonl       one line an update (learner)
 model/ stage1/      initial checkpoint, its data   evaluations.jsonl   one line an evaluation
 logs/ targets/      a log and a scrape target      trajectories.jsonl  one line a trajectory with its skill and fate
+checkpoints/        of the learner
 timeline/ pulse/    what each process did, does    counts.json         the buffer's final accounting
 journal.jsonl       every fate (buffer)            trained.jsonl       what was trained (learner)
 final/              the exported policy            summary.json plots/ the result
@@ -80,9 +81,24 @@ class RunDir:
         return self.root / "journal.jsonl"
 
     @property
+    def checkpoints(self) -> Path:
+        """The learner's checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
     def trained(self) -> Path:
         """The learner's provenance journal."""
         return self.root / "trained.jsonl"
+
+    @property
+    def rendezvous(self) -> Path:
+        """Where the learner's rpc control plane is to be found, with `weights.control: rpc`."""
+        return self.root / "rendezvous.json"
+
+    @property
+    def keys(self) -> Path:
+        """The CURVE keys of the processes, with `transport.curve`."""
+        return self.root / "keys"
 
     @property
     def counts(self) -> Path:

@@ -22,7 +22,10 @@ from seed_async.rundir import RunDir
 from seed_async.topology import Supervision
 
 RESTARTED_ROLES = frozenset({"actor", "analyzer", "policy", "evaluation"})
-"""Their state can be had again from the buffer and the learner; those two hold what cannot."""
+"""Their state can be had again from the buffer and the learner."""
+RECOVERING_ROLES = frozenset({"buffer", "learner"})
+"""They go on from what they have on disk, when something outside has killed them. An error of their own would come
+again: it ends the run."""
 FIRST_BACKOFF_S = 1.0
 POLL_INTERVAL_S = 0.05
 LOG_TAIL_LINES = 30
@@ -148,11 +151,12 @@ class Supervisor:
         starter: ChildStarter,
         on_event: Callable[[str], None] = lambda _: None,
         command: CommandBuilder = role_command,
+        recovering: frozenset[str] = RECOVERING_ROLES,
     ) -> None:
-        """`on_event` is told of every start, death and restart in one line."""
+        """`on_event` is told of every start, death and restart in one line; `recovering` roles outlive a kill."""
         self.restarts: Counter[str] = Counter()
         self._run_dir, self._settings, self._starter = run_dir, settings, starter
-        self._on_event, self._command = on_event, command
+        self._on_event, self._command, self._recovering = on_event, command, recovering
         self._roles: list[_Role] = []
         self._killed = False
         run_dir.logs.mkdir(parents=True, exist_ok=True)
@@ -217,7 +221,7 @@ class Supervisor:
         if status == 0 and each.role in ("learner", "evaluation"):
             each.done = True
             self._on_event(how)
-        elif each.role in RESTARTED_ROLES:
+        elif each.role in RESTARTED_ROLES or (each.role in self._recovering and status < 0):
             self._schedule(each, how)
         else:
             raise RunFailedError(self._with_log(each, how))

@@ -85,6 +85,18 @@ class Env(Section):
     max_steps: Positive = 30
     vocabulary: Literal["move", "put"] = "move"
     """`move X to Y` of ALFWorld 0.4.x, or `put X in/on Y` of older data; recorded in every trajectory."""
+    isolation: Literal["none", "process"] | None = None
+    """`process`: each environment runs in a process of its own with the deadlines below, so that one that hangs or
+    crashes costs its episode only; `none`: inside the actor, for engines that never block. None takes what the suite
+    declares (`may_block`); the built-in engine never blocks."""
+    step_timeout_s: Seconds = 60.0
+    """isolation process: a reset or step without an answer after this long ends the episode as failed."""
+    episode_timeout_s: Seconds = 600.0
+    """isolation process: time inside the environment over one episode; waiting for the policy does not count."""
+    start_timeout_s: Seconds = 120.0
+    """isolation process: from the start of the process until its environment is made."""
+    max_memory_mb: Positive = 4096
+    """isolation process: private memory of an environment; beyond it allocations fail (Linux)."""
     generated: GeneratedGames = GeneratedGames()
     filter: GameFilter = GameFilter()
 
@@ -180,7 +192,10 @@ class Staleness(Section):
 
     max: NonNegative = 1
     """Inclusive bound on (version about to be updated - oldest sampling version)."""
-    on_stale: Literal["drop"] = "drop"
+    on_stale: Literal["drop", "mask", "wait"] = "drop"
+    """What becomes of a group that grew too old. `drop`: it is left out whole, because group statistics need all its
+    members. `mask`: it is trained, without its tokens that are too old. `wait`: the learner does not go on before the
+    group is trained, so that nothing grows too old."""
 
 
 class Analysis(Section):
@@ -315,6 +330,45 @@ class Transport(Section):
     kind: Literal["ipc", "tcp"] = "ipc"
     base_port: Annotated[int, Field(ge=1024, le=65000)] = 27500
     """tcp: buffer at base_port, weight publisher at + 1, policy servers from + 2."""
+    curve: bool = False
+    """tcp: encrypt every connection and let in the processes of the run only; the launcher makes the keys, below the
+    run directory. Off because both kinds are loopback only."""
+
+    @model_validator(mode="after")
+    def _curve_needs_tcp(self) -> Self:
+        if self.curve and self.kind != "tcp":
+            raise ValueError(f"transport.curve protects tcp; transport.kind is {self.kind}")
+        return self
+
+
+class Weights(Section):
+    """How a new version of the weights reaches the policy servers and analyzers (docs/asynchrony.md)."""
+
+    control: Literal["zmq", "rpc"] = "zmq"
+    """Who holds what, and what is newest: over ZeroMQ, or over `torch.distributed.rpc`. The latter runs whatever it is
+    sent by anybody who reaches its port: loopback or a private network only."""
+    transport: Literal["shm", "gloo", "nccl"] = "shm"
+    """The bytes: `shm` maps them in place on one host; `gloo` and `nccl` broadcast them."""
+    in_flight: Literal["continue", "finish"] = "continue"
+    """Requests that run in a policy server when a version arrives: they go on under the new one, each token with its
+    version; or they finish under the old one first, while new ones wait."""
+    finish_timeout_s: Seconds = 10.0
+    """in_flight finish: longest wait for them; then the version is taken all the same."""
+    transfer_timeout_s: Seconds = 60.0
+    verify_timeout_s: Seconds = 60.0
+    acknowledge_timeout_s: Seconds = 60.0
+    """A receiver that is late for one of these three phases is given up by name while another one is in time."""
+    interface: str = "lo"
+    """Network interface of rpc, gloo and nccl."""
+
+
+class Checkpoints(Section):
+    """Checkpoints of the learner: what a killed learner, or `launch --resume`, goes on from."""
+
+    every: NonNegative = 10
+    """Save after this many updates; 0 saves none, and then the death of the learner ends the run."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """The newest ones stay, the rest are removed."""
 
 
 class Supervision(Section):
@@ -348,6 +402,8 @@ class Topology(Section):
     roles: Roles = Roles()
     buffer: Buffer = Buffer()
     transport: Transport = Transport()
+    weights: Weights = Weights()
+    checkpoint: Checkpoints = Checkpoints()
     supervision: Supervision = Supervision()
 
     @model_validator(mode="after")

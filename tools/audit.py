@@ -29,6 +29,8 @@ class Audit:
     ages: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     closed: bool = False
+    masked_tokens: int = 0
+    tokens_in_loss: dict[str, int] = field(default_factory=dict)
     mean_tokens_trained: float | None = None
     mean_tokens_accepted: float | None = None
 
@@ -54,6 +56,7 @@ class _Ledger:
         self._ended_leases: set[str] = set()
         self._accepted: dict[str, Entry] = {}
         self._fates: dict[str, str] = {}
+        self._masked_tokens: dict[str, int] = {}
         self._batches: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
         self.trained: dict[str, int] = {}
         self._handlers: dict[str, Callable[[Entry], None]] = {
@@ -62,13 +65,14 @@ class _Ledger:
             "failed": self._lease_ended,
             "accepted": self._taken_over,
             "trained": self._trained,
+            "masked": self._masked,
             "dropped": self._dropped,
             "unused": self._fate,
         }
 
     def replay(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
-            if self._audit.closed:
+            if self._audit.closed and entry.event != "reopened":
                 self._fault(entry, "came after the journal was closed")
             self._audit.counts[entry.event] += 1
             self._audit.closed = entry.event == "closed"
@@ -111,10 +115,26 @@ class _Ledger:
     def _trained(self, entry: Entry) -> None:
         self._fate(entry)
         self.trained[entry.trajectory] = entry.version
-        self._audit.ages[entry.age] += 1
         self._batches[entry.group, entry.version].add(entry.member)
+        accepted = self._accepted.get(entry.trajectory)
+        if accepted is not None and accepted.num_tokens >= 0:
+            left = accepted.num_tokens - self._masked_tokens.get(entry.trajectory, 0)
+            self._audit.tokens_in_loss[entry.trajectory] = left
+            if not left:
+                return  # without a token in the loss it has no age
+        self._audit.ages[entry.age] += 1
         if not 0 <= entry.age <= self._max_staleness:
             self._fault(entry, f"its oldest token was {entry.age} versions old; the bound is {self._max_staleness}")
+
+    def _masked(self, entry: Entry) -> None:
+        """It comes right before the trajectory is trained."""
+        accepted = self._accepted.get(entry.trajectory)
+        if accepted is None or not 0 < entry.num_tokens <= accepted.num_tokens:
+            self._fault(entry, f"{entry.num_tokens} tokens masked, of {accepted.num_tokens if accepted else 'nothing'}")
+        elif entry.trajectory in self._fates or entry.trajectory in self._masked_tokens:
+            self._fault(entry, "it was masked or trained before")
+        self._masked_tokens[entry.trajectory] = entry.num_tokens
+        self._audit.masked_tokens += entry.num_tokens
 
     def _dropped(self, entry: Entry) -> None:
         self._fate(entry)
@@ -137,27 +157,42 @@ class _Ledger:
         if lengths:
             self._audit.mean_tokens_accepted = sum(lengths.values()) / len(lengths)
         if self.trained:
-            self._audit.mean_tokens_trained = sum(lengths.get(key, 0) for key in self.trained) / len(self.trained)
+            tokens = sum(lengths.get(key, 0) - self._masked_tokens.get(key, 0) for key in self.trained)
+            self._audit.mean_tokens_trained = tokens / len(self.trained)
 
 
 def _check_learner(audit: Audit, handed_out: dict[str, int], entries: Iterable[Entry]) -> None:
-    """What the learner trained is what it was handed, once, for the same update; only a last batch may be missing."""
+    """What the learner trained is what it was handed, once, for the same update.
+
+    Only a last batch, and the steps that were lost with a learner, may be missing.
+    """
     trained: dict[str, int] = {}
+    excused: set[int] = set()
     for entry in entries:
+        if entry.event == "started":
+            # What a dead learner trained from the weights of its successor on is lost with it, and may be done again.
+            lost = [key for key, version in trained.items() if version >= entry.weights]
+            audit.counts["lost_with_a_learner"] += len(lost)
+            for key in lost:
+                del trained[key]
+            excused.update(range(entry.weights, entry.version + 1))
         if entry.event != "trained":
             continue
         if entry.trajectory in trained:
             audit.faults.append(f"trained {entry.trajectory}: the learner trained it twice")
         trained[entry.trajectory] = entry.version
+        in_loss = audit.tokens_in_loss.get(entry.trajectory, entry.num_tokens)
+        if entry.num_tokens not in (-1, in_loss):
+            audit.faults.append(f"trained {entry.trajectory}: {entry.num_tokens} tokens instead of {in_loss}")
         if handed_out.get(entry.trajectory) != entry.version:
             audit.faults.append(
                 f"trained {entry.trajectory}: it was not handed out for the update from {entry.version}"
             )
     missing = {version for key, version in handed_out.items() if key not in trained}
     audit.counts["handed_out_untrained"] = len(handed_out.keys() - trained.keys())
-    last = max(handed_out.values(), default=-1)
-    if missing - {last}:
-        audit.faults.append(f"batches of the versions {sorted(missing - {last})} were handed out and never trained")
+    excused.add(max(handed_out.values(), default=-1))
+    if missing - excused:
+        audit.faults.append(f"batches of the versions {sorted(missing - excused)} were handed out and never trained")
 
 
 def _check_counts(audit: Audit, path: Path) -> None:
@@ -200,6 +235,7 @@ def print_audit(audit: Audit, console: Console) -> None:
     table = Table(title="audit", show_header=False)
     rows = [(event, str(number)) for event, number in sorted(audit.counts.items()) if event != "closed"]
     rows += [(f"dropped: {reason}", str(number)) for reason, number in sorted(audit.dropped.items())]
+    rows += [("masked tokens", str(audit.masked_tokens))] if audit.masked_tokens else []
     rows += [(f"trained at age {age}", str(number)) for age, number in sorted(audit.ages.items())]
     if audit.length_bias is not None:
         rows.append(("mean length trained / accepted", f"{audit.length_bias:.3f}"))

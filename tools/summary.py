@@ -74,20 +74,32 @@ def training_summary(metrics: Sequence[Line]) -> dict[str, Any]:
 def accounting_summary(counts: Mapping[str, Any] | None, bound: int) -> dict[str, Any]:
     """Return the buffer's accounting, whether it adds up, and the ages at training time against the bound."""
     if counts is None:
-        return dict.fromkeys(("trajectories", "balance_ok", "ages", "max_age", "age_bound_held", "parse_rate")) | {
-            "age_bound": bound
-        }
+        missing = (
+            "trajectories",
+            "quarantined_tasks",
+            "balance_ok",
+            "ages",
+            "max_age",
+            "age_bound_held",
+            "parse_rate",
+            "masked",
+            "bias",
+        )
+        return dict.fromkeys(missing) | {"age_bound": bound}
     ages = {int(age): number for age, number in counts["ages"].items() if number}
     skills = counts.get("skills", {})
     answered = sum(skills.get(key, 0) for key in ("parsed", "unparsed", "timeout"))
     return {
         "trajectories": {key: counts[key] for key in ("accepted", "trained", "dropped", "buffered", "leases")},
+        "quarantined_tasks": counts.get("quarantined_tasks", []),
         "balance_ok": counts["balance_ok"],
         "ages": {str(age): number for age, number in sorted(ages.items())},
         "max_age": max(ages, default=None),
         "age_bound": bound,
         "age_bound_held": max(ages, default=0) <= bound,
         "parse_rate": skills["parsed"] / answered if answered else None,
+        "masked": counts.get("masked"),
+        "bias": counts.get("bias"),
     }
 
 
@@ -139,9 +151,23 @@ def _count_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trajectories", f"{trajectories['accepted']} accepted, {trajectories['trained']} trained"),
         ("dropped", dropped),
         ("unused at the end", str(trajectories["buffered"])),
+        ("episodes failed", f"{trajectories['leases']['failed']}, {len(summary['quarantined_tasks'])} games given up"),
         ("accounting adds up", "yes" if summary["balance_ok"] else "NO"),
         ("age when trained", f"{ages}  (bound {summary['age_bound']}{'' if summary['age_bound_held'] else ' BROKEN'})"),
+        *_bias_rows(summary),
     ]
+
+
+def _bias_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    bias, masked = summary["bias"] or {}, summary["masked"] or {}
+    rows = []
+    if masked.get("tokens"):
+        rows.append(("too old, masked", f"{masked['tokens']} tokens, {masked['trajectories']} trajectories whole"))
+    if bias.get("length_ratio") is not None:
+        slowest, longest = bias["slowest_decile_trained"], bias["longest_decile_trained"]
+        rows.append(("mean length trained / played", f"{bias['length_ratio']:.3f}"))
+        rows.append(("trained of the slowest tenth", f"{slowest:.1%}; of the longest {longest:.1%}"))
+    return rows
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -186,6 +186,11 @@ def add_sums(parts: list[MetricSums]) -> MetricSums:
     return added._replace(weight_max=torch.stack([part.weight_max for part in parts]).amax())
 
 
+def no_sums() -> MetricSums:
+    """The sums over no token."""
+    return MetricSums(*(torch.zeros(()) for _ in MetricSums._fields))
+
+
 def metrics_from_sums(sums: MetricSums) -> dict[str, torch.Tensor]:
     """Means, fractions and root mean squares [] from the sums; a quantity without tokens is 0.
 

@@ -23,6 +23,7 @@ from seed_async.transport.wire import (
     header_frame,
     read_header,
     receive_waiting,
+    send_now,
     set_options,
     wait_ms,
 )
@@ -88,7 +89,7 @@ class _Requester:
                 continue
             header = header_frame("request", sequence, next(iter(self.pending)))
             try:
-                self.socket.send_multipart([header, *entry.frames], zmq.NOBLOCK)
+                send_now(self.socket, [header, *entry.frames])
             except zmq.Again:
                 self.blocked = True
                 return

@@ -110,15 +110,21 @@ class Handshake:
         socket.curve_publickey = curve.keys.public
         socket.curve_secretkey = curve.keys.secret
         self._socket, self._endpoint = socket, endpoint
+        self._failure = ""
         self._monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
 
     def check(self) -> None:
-        """Raise HandshakeError when the server refused us or is not the one that we know. Never waits."""
-        if self._monitor.poll(0):
+        """Raise HandshakeError when the server refused us or is not the one that we know. Never waits.
+
+        It is told once, and the socket does not try again: whoever asks later hears of it as well.
+        """
+        if not self._failure and self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
-            raise HandshakeError(f"key mismatch at {self._endpoint} ({zmq.Event(event['event'])!r})")
+            self._failure = f"key mismatch at {self._endpoint} ({zmq.Event(event['event'])!r})"
+        if self._failure:
+            raise HandshakeError(self._failure)
 
     def close(self) -> None:
         """Stop watching; call before the socket is closed."""

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
@@ -26,6 +27,7 @@ from seed_async.transport.wire import (
     read_header,
     receive_waiting,
     refuse_served_ipc_path,
+    send_now,
     set_options,
     wait_ms,
 )
@@ -45,10 +47,13 @@ class _Peer:
         if oldest <= self.floor:
             return
         self.floor = oldest
-        self.open = {sequence for sequence in self.open if sequence >= oldest}
+        if self.open:
+            self.open = {sequence for sequence in self.open if sequence >= oldest}
         for sequence in [sequence for sequence in self.answered if sequence < oldest]:
             self.cached_bytes -= frames_bytes(self.answered.pop(sequence))
-        self.cached = deque(sequence for sequence in self.cached if sequence >= oldest)
+        # In the order of the answers, not of the numbers.
+        if self.cached and (len(self.cached) > 1 or self.cached[0] < oldest):
+            self.cached = deque(sequence for sequence in self.cached if sequence >= oldest)
 
     def remember(self, sequence: int, frames: list[Buffer]) -> None:
         self.open.discard(sequence)
@@ -84,6 +89,10 @@ class Request:
         self._server._reply(self._identity, self._sequence, message)
 
 
+def _peer_name(identity: bytes) -> str:
+    return identity.decode(errors="backslashreplace")
+
+
 class Server:
     """Answers requests at one endpoint.
 
@@ -98,12 +107,17 @@ class Server:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
         curve: ServerCurve | None = None,
+        on_rejected: Callable[[str, str, str], None] = lambda *_: None,
     ) -> None:
-        """Bind `endpoint`; tcp port 0 takes a free one, see `self.endpoint`. With `curve`, strangers are refused."""
+        """Bind `endpoint`; tcp port 0 takes a free one, see `self.endpoint`. With `curve`, strangers are refused.
+
+        `on_rejected(peer, reason, detail)` is told of everything that `rejected` counts.
+        """
         check_endpoint(endpoint)
         refuse_served_ipc_path(endpoint)
         self.rejected: Counter[str] = Counter()
         self.duplicates = 0
+        self._on_rejected = on_rejected
         self._max_message_bytes = max_message_bytes
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
         self._unsent: deque[tuple[bytes, int]] = deque()
@@ -149,7 +163,7 @@ class Server:
             try:
                 requests.extend(self._accept(identity, frames))
             except MalformedMessageError as error:
-                self.rejected[error.reason] += 1
+                self._reject(identity, error.reason, str(error))
             num_bytes += frames_bytes(frames)
             if count >= RECEIVE_BURST or num_bytes >= self._max_message_bytes:
                 break
@@ -175,7 +189,11 @@ class Server:
         except MalformedMessageError as error:
             self._reply(identity, sequence, Ack(status="refused", detail=str(error)))
             raise
-        return [Request(message, identity.decode(errors="backslashreplace"), self, identity, sequence)]
+        return [Request(message, _peer_name(identity), self, identity, sequence)]
+
+    def _reject(self, identity: bytes, reason: str, detail: str) -> None:
+        self.rejected[reason] += 1
+        self._on_rejected(_peer_name(identity), reason, detail)
 
     def _peer(self, identity: bytes) -> _Peer:
         peer = self._peers.get(identity)
@@ -190,7 +208,7 @@ class Server:
     def _reply(self, identity: bytes, sequence: int, message: Message) -> None:
         peer = self._peers.get(identity)
         if self._socket.closed or peer is None or sequence not in peer.open:
-            self.rejected["reply_unwanted"] += 1
+            self._reject(identity, "reply_unwanted", f"{type(message).__name__} {sequence}")
             return
         frames = encode(message)
         check_size(frames, message, self._max_message_bytes)
@@ -204,14 +222,14 @@ class Server:
         if not frames:
             return
         try:
-            self._socket.send_multipart([identity, header_frame("reply", sequence), *frames], zmq.NOBLOCK)
+            send_now(self._socket, [identity, header_frame("reply", sequence), *frames])
         except zmq.Again:
             self._unsent.append((identity, sequence))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             # The peer may only be reconnecting: its resend finds the reply.
-            self.rejected["peer_gone"] += 1
+            self._reject(identity, "peer_gone", f"the answer to {sequence}")
 
     def _flush_unsent(self) -> None:
         for _ in range(len(self._unsent)):

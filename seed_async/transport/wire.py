@@ -21,7 +21,7 @@ MAX_CACHED_REPLY_BYTES = 64 * 2**20
 # How far a request may be ahead of its client's oldest open one: bounds what the server remembers of a client.
 MAX_OUTSTANDING = 65_536
 MAX_PEERS = 4096
-RECEIVE_BURST = 256  # messages a poll, so that a flood cannot keep the owner's loop from turning
+RECEIVE_BURST = 64  # messages a poll: a flood cannot keep the owner's loop from turning, and they stay in the cache
 MAX_RESEND_INTERVAL_S = 10.0
 BLOCKED_RETRY_S = 0.002  # a full ROUTER pipe has no event to wait for
 HEARTBEAT_INTERVAL_MS = 2_000  # sees a host that vanished without closing its connection
@@ -64,25 +64,34 @@ def read_header(frames: Sequence[bytes], kind: Literal["request", "reply"]) -> H
     The version comes first and is checked first: other versions may have another header.
     """
     try:
-        fields = msgspec.msgpack.decode(frames[0], type=list[Any]) if frames else []
+        header = _HEADERS.decode(frames[0] if frames else b"")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedMessageError("header", str(error)) from error
-    if not fields or type(fields[0]) is not int:
-        raise MalformedMessageError("header", "no protocol version")
-    if fields[0] != PROTOCOL_VERSION:
-        raise MalformedMessageError("protocol_version", f"{fields[0]} is not {PROTOCOL_VERSION}")
-    try:
-        header = msgspec.convert(fields, Header)
-    except msgspec.ValidationError as error:
-        raise MalformedMessageError("header", str(error)) from error
+        raise _bad_header(frames) from error
+    if header.version != PROTOCOL_VERSION:
+        raise _bad_header(frames)
     if header.kind != kind or not 0 <= header.oldest <= header.sequence:
         raise MalformedMessageError("header", f"{header} is no {kind}")
     return header
 
 
+_HEADERS = msgspec.msgpack.Decoder(Header)
+
+
+def _bad_header(frames: Sequence[bytes]) -> MalformedMessageError:
+    try:
+        fields = msgspec.msgpack.decode(frames[0], type=list[Any]) if frames else []
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return MalformedMessageError("header", str(error))
+    if not fields or type(fields[0]) is not int:
+        return MalformedMessageError("header", "no protocol version")
+    if fields[0] != PROTOCOL_VERSION:
+        return MalformedMessageError("protocol_version", f"{fields[0]} is not {PROTOCOL_VERSION}")
+    return MalformedMessageError("header", f"{fields!r:.200} is no header of this version")
+
+
 def frames_bytes(frames: Sequence[Buffer]) -> int:
     """Return the bytes of all frames together."""
-    return sum(len(frame) for frame in frames)
+    return sum(map(len, frames))
 
 
 def check_size(frames: Sequence[Buffer], message: Message, max_message_bytes: int) -> None:
@@ -99,6 +108,18 @@ def receive_waiting(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
             yield socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
+
+
+_SEND_NOW = int(zmq.NOBLOCK)
+_SEND_MORE_NOW = int(zmq.NOBLOCK | zmq.SNDMORE)
+# `send_multipart` combines pyzmq's flag enums anew for each frame, which costs more than the sending.
+
+
+def send_now(socket: "zmq.Socket[bytes]", frames: Sequence[Buffer]) -> None:
+    """Send one message without waiting. Raises zmq.Again when its pipe is full; then nothing was sent."""
+    for frame in frames[:-1]:
+        socket.send(frame, _SEND_MORE_NOW)
+    socket.send(frames[-1], _SEND_NOW)
 
 
 def wait_ms(seconds: float) -> int:

@@ -14,13 +14,14 @@ from seed_async.actors.engines.torch_engine import TorchEngine, load_model
 from seed_async.actors.evaluation_cli import LocalGenerator
 from seed_async.actors.rollout import Episode, EpisodePlayer
 from seed_async.codec import decode, encode
+from seed_async.envs.isolation import LocalHost
 from seed_async.envs.registry import open_suite
 from seed_async.learner.algorithms.methods import METHODS
 from seed_async.learner.init_model import init_model
 from seed_async.learner.scoring import load_policy
 from seed_async.learner.step import accumulate_gradients, update
 from seed_async.learner.targets import denominators, score_targets
-from seed_async.learner.trainer import loss_config, update_batch
+from seed_async.learner.update_rows import loss_config, update_batch
 from seed_async.messages import Batch, Sample, Skill, StepSkill, Trajectory
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Topology
@@ -68,7 +69,7 @@ async def play(topology: Topology, checkpoint: Path) -> list[Episode]:
     async with LocalGenerator(engine) as generator:
         tokenizer = ChatTokenizer.load(checkpoint)
         player = EpisodePlayer(tokenizer, generator, topology.rollout, temperature=1.0, kind="act")
-        jobs = [player.play(suite.make(), tasks[number // 2], number) for number in range(len(GROUPS))]
+        jobs = [player.play(LocalHost(suite.make), tasks[number // 2], number) for number in range(len(GROUPS))]
         return list(await asyncio.gather(*jobs))
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from seed_async.rundir import RunDir
-from seed_async.tools.audit import audit_run
+from seed_async.tools.audit import Audit, audit_run
 from seed_async.topology_file import load_topology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +25,9 @@ RUN_TIMEOUT_S = 240.0
 pytestmark = pytest.mark.integration
 
 
-def launch(run_dir: Path, *sets: str) -> "subprocess.Popen[str]":
+def launch(run_dir: Path, *sets: str, flags: Iterable[str] = ()) -> "subprocess.Popen[str]":
     overrides = [f"run.dir={run_dir.parent}", f"run.name={run_dir.name}", *sets]
-    command = [sys.executable, "-m", "seed_async.cli", "launch", "--topology", str(TOPOLOGY)]
+    command = [sys.executable, "-m", "seed_async.cli", "launch", "--topology", str(TOPOLOGY), *flags]
     for override in overrides:
         command += ["--set", override]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -157,3 +157,52 @@ def test_a_killed_launcher_takes_every_process_with_it(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert_gone(roles.values())
+
+
+def assert_went_on(run_dir: Path, updates: int) -> Audit:
+    """Every promise was kept, the versions only go up, and the last update was made and scored."""
+    audit = audit_run(RunDir(run_dir), load_topology(run_dir / "topology.yaml"))
+    assert audit.passed and audit.closed, audit.faults
+    versions = [line["version"] for line in lines(run_dir / "metrics.jsonl")]
+    assert versions == sorted(set(versions)) and versions[-1] == updates
+    assert lines(run_dir / "evaluations.jsonl")[-1]["version"] == updates
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
+    return audit
+
+
+@pytest.mark.parametrize(("victim", "every"), [("learner-0", 1), ("learner-0", 3), ("buffer-0", 1)])
+def test_a_killed_learner_or_buffer_goes_on_from_what_is_on_disk(tmp_path: Path, victim: str, every: int) -> None:
+    run_dir = tmp_path / "boxes"
+    process = launch(run_dir, "run.updates=14", f"checkpoint.every={every}")
+    wait_for_updates(run_dir, 5)
+    roles = roles_of(process)
+    roles[victim].kill()
+    output = finish(process)
+    assert process.returncode == 0, output
+    audit = assert_went_on(run_dir, 14)
+    assert_gone(roles.values())
+    if victim == "buffer-0":
+        assert audit.counts["reopened"] == 1
+    else:
+        assert audit.counts["reopened"] == 0
+        assert audit.counts["lost_with_a_learner"] <= 16 * every
+        assert "going on" in (run_dir / "logs" / "learner-0.log").read_text()
+
+
+def test_an_interrupted_run_is_resumed_where_it_was_left(tmp_path: Path) -> None:
+    run_dir = tmp_path / "boxes"
+    process = launch(run_dir, "run.updates=1000")
+    wait_for_updates(run_dir, 4)
+    os.kill(process.pid, signal.SIGINT)
+    finish(process)
+    before = lines(run_dir / "metrics.jsonl")
+    other = launch(run_dir, "optimizer.lr=0.1", flags=["--resume"])
+    assert "different keys: optimizer.lr" in finish(other) and other.returncode == 2
+    updates = len(before) + 4
+    resumed = launch(run_dir, f"run.updates={updates}", flags=["--resume"])
+    output = finish(resumed)
+    assert resumed.returncode == 0, output
+    assert "stage 1" not in output
+    audit = assert_went_on(run_dir, updates)
+    assert lines(run_dir / "metrics.jsonl")[: len(before)] == before
+    assert audit.counts["lost_with_a_learner"] == 0, "the end of the first part was saved"

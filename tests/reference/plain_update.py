@@ -53,8 +53,9 @@ def plain_loss(batch, config, policy, reference, frozen=None, mini=None):
     frozen = frozen or frozen_scores(batch, config, policy)
     mini = list(mini if mini is not None else range(len(batch.trajectories)))
     advantages = _turn_advantages(batch, config)
-    num_response = sum(len(batch.trajectories[i].fresh) for i in mini)
-    num_active = sum(len(scores) for i in mini for scores in frozen[i][1].values())
+    trained = [_trained_by_turn(trajectory) for trajectory in batch.trajectories]
+    num_response = sum(sum(tokens) for i in mini for tokens in trained[i].values())
+    num_active = sum(sum(trained[i][turn]) for i in mini for turn in frozen[i][1])
     total = torch.zeros((), dtype=torch.float64)
     for i in mini:
         trajectory = batch.trajectories[i]
@@ -72,11 +73,21 @@ def plain_loss(batch, config, policy, reference, frozen=None, mini=None):
                     "reference": fixed[turn][at][0] if fixed else None,
                 }
                 place += 1
+                if not trained[i][turn][at]:
+                    continue
                 response, active = _token_loss(token, float(advantages[i][turn]), config)
                 total = total + (response - config.entropy_coef * entropy) / num_response
                 if active is not None:
                     total = total + active / num_active
     return total
+
+
+def _trained_by_turn(trajectory):
+    """Whether each token is trained, as lists by turn."""
+    answer = {}
+    for turn, is_trained in zip(trajectory.turn_index.tolist(), trajectory.trained.tolist(), strict=True):
+        answer.setdefault(turn, []).append(is_trained)
+    return answer
 
 
 def _token_loss(token, advantage, config):

@@ -6,6 +6,7 @@ import pytest
 
 from seed_async.actors.panel import PanelGame, choose_panel, play_panel, summarise_panel
 from seed_async.actors.rollout import EpisodePlayer
+from seed_async.envs.isolation import LocalHost
 from seed_async.topology import Rollout
 from tests.fakes.chat import tiny_chat
 from tests.fakes.play import CorridorSuite, ScriptedGenerator
@@ -34,7 +35,7 @@ def test_every_game_is_played_once_in_panel_order_with_its_own_seed(concurrency:
     player = EpisodePlayer(tiny_chat(), generator, rollout, temperature=0.4, kind="evaluate")
     suite = CorridorSuite()
     panel = choose_panel(suite.tasks("valid"), 5)
-    games = asyncio.run(play_panel(player, suite, panel, concurrency, 3))
+    games = asyncio.run(play_panel(player, lambda: LocalHost(suite.make), panel, concurrency, 3))
     assert [game.task_id for game in games] == list(panel)
     assert all(game.won and game.steps == 2 for game in games)
     assert len({sampling.seed for sampling in generator.samplings}) == 10
@@ -47,7 +48,7 @@ def test_the_failure_of_one_game_ends_the_panel() -> None:
         tiny_chat(), ScriptedGenerator(tiny_chat(), lambda _: GO), Rollout(), temperature=0.4, kind="evaluate"
     )
     with pytest.raises(ExceptionGroup):
-        asyncio.run(play_panel(player, CorridorSuite(), ["valid/0", "missing"], 2, 0))
+        asyncio.run(play_panel(player, lambda: LocalHost(CorridorSuite().make), ["valid/0", "missing"], 2, 0))
 
 
 def test_a_summary_holds_pooled_and_macro_average_and_the_versions_seen() -> None:

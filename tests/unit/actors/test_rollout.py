@@ -11,6 +11,7 @@ from seed_async.actors.conversations import falls_back
 from seed_async.actors.rollout import Episode, EpisodePlayer, GenerationFailedError
 from seed_async.contexts import opening_prompt
 from seed_async.envs.contract import TaskNotFoundError
+from seed_async.envs.isolation import LocalHost
 from seed_async.layouts import plain_rows, teacher_rows
 from seed_async.prompts import PastStep, windowed_prompt
 from seed_async.text import ChatTokenizer
@@ -39,7 +40,7 @@ def play(
     given = {"prompt_style": "compact", "max_context_tokens": 400, "max_response_tokens": 40}
     settings = Rollout.model_validate(given | rollout)
     player = EpisodePlayer(chat, generator, settings, temperature=1.0, kind="act", on_step=on_step)
-    return asyncio.run(player.play(corridor or Corridor(), task, seed)), generator
+    return asyncio.run(player.play(LocalHost(lambda: corridor or Corridor()), task, seed)), generator
 
 
 def test_a_won_episode_keeps_what_was_said_and_seen() -> None:

@@ -75,6 +75,18 @@ def test_an_asyncio_caller_hears_of_a_wrong_key_too(server: Server) -> None:
         asyncio.run(ask())
 
 
+def test_a_wrong_key_is_told_to_every_call_also_when_nobody_waited_for_it_at_first(server: Server) -> None:
+    async def ask() -> None:
+        client = AsyncClient(server.endpoint, "stranger", curve=ClientCurve(STRANGER, SERVER.public))
+        await asyncio.sleep(0.5)  # the handshake fails before the first call
+        for _ in range(2):
+            with pytest.raises(HandshakeError, match="key mismatch"):
+                await client.call(ASK, 10)
+        client.close()
+
+    asyncio.run(ask())
+
+
 def test_a_client_without_keys_gets_nothing_through(server: Server) -> None:
     client = Client(server.endpoint, "plain")
     with pytest.raises(TransportTimeoutError):

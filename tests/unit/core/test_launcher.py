@@ -24,8 +24,8 @@ from seed_async.launcher import (
     stage1_commands,
 )
 from seed_async.rundir import RunDir
-from seed_async.topology import Topology
-from seed_async.topology_file import load_topology, parse_topology
+from seed_async.topology import Model, TinyModel, Topology
+from seed_async.topology_file import dump_topology, load_topology, parse_topology
 
 RUN_ON = "import time; time.sleep(60)"
 IGNORE_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
@@ -245,6 +245,50 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(topology: Topology) -> No
     )
     assert launcher.run(no_report, overwrite=True) == 0
     assert not run_dir.metrics.exists()
+
+
+def left_run(topology: Topology) -> RunDir:
+    """A run of `topology` that was interrupted after Stage 1."""
+    run_dir = RunDir(topology.run_dir)
+    run_dir.root.mkdir(parents=True)
+    run_dir.topology.write_text(dump_topology(topology))
+    run_dir.metrics.write_text("kept")
+    run_dir.counts.write_text("old")
+    run_dir.model.mkdir()
+    (run_dir.model / "config.json").write_text("{}")
+    return run_dir
+
+
+def test_resuming_keeps_the_run_and_makes_its_result_anew(topology: Topology) -> None:
+    run_dir = left_run(topology)
+    longer = topology.model_copy(update={"run": topology.run.model_copy(update={"updates": topology.run.updates + 1})})
+    launcher = Launcher(
+        longer,
+        command=lambda role, *_: [sys.executable, "-c", "pass" if role == "learner" else RUN_ON],
+        stage1=lambda *_: {"again": [sys.executable, "-c", "raise SystemExit(1)"]},
+    )
+    assert launcher.run(no_report, resume=True) == 0
+    assert run_dir.metrics.read_text() == "kept" and not run_dir.counts.exists()
+    assert load_topology(run_dir.topology) == longer
+    assert "again" not in launcher.phases
+
+
+def test_only_the_same_run_is_resumed(topology: Topology) -> None:
+    with pytest.raises(LaunchError, match="holds no run to resume"):
+        check_startable(topology, RunDir(topology.run_dir), overwrite=False, resume=True)
+    run_dir = left_run(topology)
+    check_startable(topology, run_dir, overwrite=False, resume=True)
+    seed = topology.model_copy(update={"run": topology.run.model_copy(update={"seed": 9}), "method": "grpo"})
+    with pytest.raises(LaunchError, match=r"different keys: method, run\.seed$"):
+        check_startable(seed, run_dir, overwrite=False, resume=True)
+
+
+def test_a_run_whose_stage_1_did_not_end_is_not_resumed(topology: Topology) -> None:
+    made = topology.model_copy(update={"model": Model(init=TinyModel(max_context_tokens=16384))})
+    run_dir = left_run(made)
+    (run_dir.model / "config.json").unlink()
+    with pytest.raises(LaunchError, match=r"Stage 1 of .* did not end"):
+        check_startable(made, run_dir, overwrite=False, resume=True)
 
 
 def test_a_run_directory_that_cannot_be_written_is_refused(topology: Topology) -> None:

@@ -142,6 +142,26 @@ def test_the_death_of_a_role_with_state_ends_the_run(start: Start, role: str) ->
     assert supervisor.restarts.total() == 0
 
 
+@pytest.mark.parametrize("role", ["buffer", "learner"])
+def test_a_killed_role_with_state_goes_on_from_what_it_has_on_disk(start: Start, role: str) -> None:
+    supervisor = start(**{role: RUN_ON})
+    first = supervisor.pids()[f"{role}-0"]
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: not supervisor.poll() and supervisor.restarts[f"{role}-0"] == 1)
+    assert supervisor.pids()[f"{role}-0"] != first
+
+
+def test_a_killed_learner_without_checkpoints_ends_the_run(run_dir: RunDir) -> None:
+    starter = ChildStarter()
+    command = [sys.executable, "-S", "-c", RUN_ON]
+    supervisor = Supervisor(run_dir, QUICK, starter, command=lambda *_: command, recovering=frozenset({"buffer"}))
+    supervisor.start("learner")
+    os.kill(supervisor.pids()["learner-0"], signal.SIGKILL)
+    with pytest.raises(RunFailedError, match="learner-0 ended with signal SIGKILL"):
+        poll_to_the_end(supervisor)
+    starter.close()
+
+
 def test_a_buffer_that_ends_by_itself_ends_the_run_even_with_exit_code_zero(start: Start) -> None:
     with pytest.raises(RunFailedError, match="buffer-0 ended with exit code 0"):
         poll_to_the_end(start(buffer="pass"))

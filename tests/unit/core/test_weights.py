@@ -1,5 +1,6 @@
 """Weight publication over real sockets and real segments: verified, newest wins, and the dead are given up by name."""
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -12,13 +13,20 @@ from seed_async.messages import Ack, RunStateRequest, WeightsManifest, WeightsPo
 from seed_async.transport import Client, Server
 from seed_async.weights import (
     KEPT_SEGMENTS,
+    Deadlines,
     ReceiverRole,
+    SegmentSource,
     SegmentStore,
     WeightPublisher,
     WeightReceiver,
     WeightsCorruptError,
+    WeightsGoneError,
+    WeightSource,
     read_segment,
 )
+from seed_async.weights.board import FORGET_AFTER_S, ReportBoard
+from seed_async.weights.control_zmq import ZmqControl, ZmqLink
+from seed_async.weights.manifest import ByteBuffer, build_manifest, transfer_ranges
 
 WAIT_S = 5.0
 
@@ -41,14 +49,16 @@ class Setup:
         """Listen below `folder`."""
         self.segments = folder / "segments"
         self.endpoint = f"ipc://{folder}/weights"
-        self.publisher = WeightPublisher(Server(self.endpoint), SegmentStore(self.segments))
+        self.deadlines = Deadlines(transfer_s=2.0, verify_s=2.0, acknowledge_s=2.0)
+        self.publisher = WeightPublisher(ZmqControl(Server(self.endpoint)), SegmentStore(self.segments), self.deadlines)
         self.clients: list[Client] = []
         self.closed = False
 
-    def receiver(self, name: str, role: ReceiverRole = "policy") -> WeightReceiver:
+    def receiver(self, name: str, role: ReceiverRole = "policy", source: WeightSource | None = None) -> WeightReceiver:
         """Connect one more receiver."""
         self.clients.append(Client(self.endpoint, name))
-        return WeightReceiver(self.clients[-1], name, role)
+        link = ZmqLink(self.clients[-1])
+        return WeightReceiver(link, source or SegmentSource(), name, role, self.deadlines)
 
     def close(self) -> None:
         """Close once."""
@@ -93,7 +103,7 @@ def serve(receiver: WeightReceiver, stop: threading.Event) -> threading.Thread:
 
 def test_a_segment_reads_back_exactly_and_read_only(tmp_path: Path) -> None:
     """Every shape and dtype, zero-sized and non-contiguous ones too."""
-    manifest = SegmentStore(tmp_path).write(3, tensors(3))
+    manifest = SegmentStore(tmp_path).stage(3, tensors(3))
     arrays = read_segment(manifest)
     for name, expected in tensors(3).items():
         assert arrays[name].dtype == expected.dtype
@@ -105,7 +115,7 @@ def test_a_segment_reads_back_exactly_and_read_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "empty"])
 def test_a_corrupt_segment_is_refused(tmp_path: Path, damage: str) -> None:
     """One changed byte, one missing, one too many."""
-    manifest = SegmentStore(tmp_path).write(0, tensors(0) | {"more": np.ones(10, np.float32)})
+    manifest = SegmentStore(tmp_path).stage(0, tensors(0) | {"more": np.ones(10, np.float32)})
     content = bytearray(Path(manifest.segment).read_bytes())
     if damage == "flip":
         content[-30] ^= 1
@@ -118,13 +128,13 @@ def test_a_corrupt_segment_is_refused(tmp_path: Path, damage: str) -> None:
 def test_old_segments_are_removed_but_a_mapped_one_stays_readable(tmp_path: Path) -> None:
     """Memory stays bounded; a slow reader is not pulled down."""
     store = SegmentStore(tmp_path)
-    first = store.write(0, tensors(0))
+    first = store.stage(0, tensors(0))
     arrays = read_segment(first)
     for version in range(1, 6):
-        store.write(version, tensors(version))
+        store.stage(version, tensors(version))
         assert len(list(tmp_path.iterdir())) <= KEPT_SEGMENTS
     np.testing.assert_array_equal(arrays["embedding"], tensors(0)["embedding"])
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(WeightsGoneError):
         read_segment(first)
     store.close()
     assert not list(tmp_path.iterdir())
@@ -133,15 +143,13 @@ def test_old_segments_are_removed_but_a_mapped_one_stays_readable(tmp_path: Path
 def test_a_published_version_arrives_and_its_acknowledgement_is_seen(setup: Setup) -> None:
     """Publish, poll, acknowledge, wait."""
     receiver = setup.receiver("p0")
-    assert receiver.poll(0.05) is None
+    assert receiver.poll(0.05) is None and receiver.pinned == -1
     published = setup.publisher.publish(0, tensors(0))
     manifest, arrays = take(receiver)
     assert manifest == published
     np.testing.assert_array_equal(arrays["embedding"], tensors(0)["embedding"])
-    assert setup.publisher.versions() == {"p0": -1}
     receiver.acknowledge(manifest)
     assert setup.publisher.wait_acknowledged(0, "policy", 1, WAIT_S) == ()
-    assert setup.publisher.versions() == {"p0": 0}
 
 
 def test_a_version_that_is_not_acknowledged_does_not_count(setup: Setup) -> None:
@@ -181,8 +189,8 @@ def test_an_acknowledgement_with_other_bytes_does_not_count(setup: Setup) -> Non
     setup.clients.append(client)
     client.submit(WeightsPoll(receiver="p0", role="policy", version=0, digest="other"))
     client.poll(0.2)
-    with pytest.raises(TimeoutError, match="none has ever asked"):
-        setup.publisher.wait_acknowledged(0, "policy", 1, 0.1)
+    with pytest.raises(TimeoutError, match=r"no policy acknowledged version 0 .*p0"):
+        setup.publisher.wait_acknowledged(0, "policy", 1, 0.3)
 
 
 def test_nobody_at_all_is_an_error(setup: Setup) -> None:
@@ -288,3 +296,127 @@ def test_a_damaged_version_is_skipped_by_a_receiver_that_nobody_waits_for(setup:
     setup.publisher.publish(1, tensors(1))
     assert take(receiver)[0].version == 1
     assert receiver.num_refused >= 1
+
+
+class Stuck:
+    """A source that never returns, as a collective whose peer is stopped."""
+
+    def __init__(self) -> None:
+        """Nothing has been asked for."""
+        self.asked = 0
+
+    def receive(self, manifest: WeightsManifest, timeout_s: float) -> ByteBuffer:
+        """Hang at the first version, deliver the second."""
+        self.asked += 1
+        if manifest.version == 0:
+            time.sleep(3600)
+        return SegmentSource().receive(manifest, timeout_s)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Flipping:
+    """A source that damages one byte of the first transfer."""
+
+    def __init__(self) -> None:
+        """Nothing has been damaged."""
+        self.damaged = 0
+
+    def receive(self, manifest: WeightsManifest, timeout_s: float) -> ByteBuffer:
+        """Deliver, with a flipped bit the first time."""
+        content = bytearray(SegmentSource().receive(manifest, timeout_s))
+        if not self.damaged:
+            content[5] ^= 4
+            self.damaged += 1
+        return content
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_a_transfer_that_never_returns_is_abandoned_and_the_next_version_arrives(setup: Setup) -> None:
+    """The loop of the receiver goes on all the while, and so do the others."""
+    stop = threading.Event()
+    thread = serve(setup.receiver("policy-0:a"), stop)
+    stuck = setup.receiver("policy-1:b", source=Stuck())
+    setup.publisher.publish(0, tensors(0))
+    turns, started_s = 0, time.monotonic()
+    while stuck._attempt is not None or turns == 0 or time.monotonic() - started_s < 0.5:
+        assert stuck.poll(0.01) is None
+        turns += 1
+        assert time.monotonic() - started_s < WAIT_S
+    assert turns > 50, "the loop turned while the transfer hung"
+    assert setup.publisher.wait_acknowledged(0, "policy", 2, WAIT_S) == ("policy-1:b",)
+    setup.publisher.publish(1, tensors(1))
+    assert take(stuck)[0].version == 1
+    stop.set()
+    thread.join()
+
+
+def test_a_byte_flipped_in_transit_is_refused_and_the_version_sent_again(setup: Setup) -> None:
+    """What is served has the digest that was announced."""
+    source = Flipping()
+    receiver, stop = setup.receiver("policy-0:a", source=source), threading.Event()
+    setup.publisher.publish(0, tensors(0))
+    thread = serve(receiver, stop)
+    assert setup.publisher.wait_acknowledged(0, "policy", 1, WAIT_S) == ()
+    stop.set()
+    thread.join()
+    assert (source.damaged, receiver.num_refused, setup.publisher.num_refused) == (1, 1, 1)
+
+
+def test_a_version_is_pinned_once_it_is_in_service(setup: Setup) -> None:
+    """An analyzer starts jobs at it or at a newer one."""
+    stop = threading.Event()
+    analyzer, policy = setup.receiver("analyzer-0:a", "analyzer"), setup.receiver("policy-0:a")
+    setup.publisher.publish(0, tensors(0))
+    take(analyzer)
+    assert analyzer.pinned == -1
+    thread = serve(policy, stop)
+    setup.publisher.wait_acknowledged(0, "policy", 1, WAIT_S)
+    deadline_s = time.monotonic() + WAIT_S
+    while analyzer.pinned < 0 and time.monotonic() < deadline_s:
+        analyzer.poll(0.05)
+    assert analyzer.pinned == 0
+    stop.set()
+    thread.join()
+
+
+def test_a_successor_replaces_its_predecessor_at_once(setup: Setup) -> None:
+    """A policy server that starts again is not waited for under its old name."""
+    first = setup.receiver("policy-0:a")
+    setup.publisher.publish(0, tensors(0))
+    first.acknowledge(take(first)[0])
+    setup.publisher.wait_acknowledged(0, "policy", 1, WAIT_S)
+    setup.publisher.publish(1, tensors(1))
+    stop = threading.Event()
+    thread = serve(setup.receiver("policy-0:b"), stop)
+    assert setup.publisher.wait_acknowledged(1, "policy", 1, WAIT_S) == ()
+    assert list(setup.publisher._receivers) == ["policy-0:b"]
+    stop.set()
+    thread.join()
+
+
+def test_dead_incarnations_are_forgotten() -> None:
+    """A run of weeks with many restarts keeps as many names as it has receivers."""
+    now_s = 0.0
+    board = ReportBoard(lambda: now_s)
+    for number in range(100):
+        board.note(WeightsPoll(receiver=f"policy-0:{number}", role="policy", version=0, digest=""))
+        now_s += FORGET_AFTER_S / 4
+    assert len(board.ages_s()) <= 6 and len(board.take(0.0)) <= 6
+
+
+def test_small_tensors_travel_together_and_large_ones_alone() -> None:
+    """The ranges follow one another and cover every byte."""
+    sizes = [10, 20, 4000, 30, 900, 900, 5000, 10]
+    arrays = {str(index): np.zeros(size, np.uint8) for index, size in enumerate(sizes)}
+    manifest, _ = build_manifest(0, arrays, "", 0)
+    ranges = list(transfer_ranges(manifest, group_bytes=1024))
+    assert ranges[0][0] == 0 and ranges[-1][1] == manifest.num_bytes
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(ranges))
+    large = {spec.offset_bytes for spec in manifest.tensors if spec.shape[0] >= 1024}
+    assert large <= {start for start, _ in ranges}
+    assert len(ranges) < len(sizes)
+    assert list(transfer_ranges(build_manifest(0, {"one": np.zeros(8, np.uint8)}, "", 0)[0])) == [(0, 64)]

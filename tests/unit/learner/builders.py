@@ -150,12 +150,14 @@ def random_batch(
     layout: str = "transcript",
     step_skills: bool = False,
     left_out: bool = False,
+    masked_share: float = 0.0,
 ) -> UpdateBatch:
     """Whole groups with mixed returns and invalid turns; behaviour log-probs around those of a uniform policy.
 
     `mixed`: contexts of two turns. `left_out`: every third teacher row is missing, as if it had been too long.
+    `masked_share`: how many of the tokens are too old to be trained.
     """
-    rng, extra = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
+    rng, extra, old = (np.random.default_rng(seed + offset) for offset in (0, 1000, 2000))
     trajectories = []
     for index in range(num_groups * group_size):
         row = random_row(rng, num_turns=int(rng.integers(1, 4)))
@@ -170,6 +172,7 @@ def random_batch(
                 plain=plain,
                 behaviour_logprob=(-4.0 + behaviour_noise * rng.normal(size=num_response)).astype(np.float32),
                 fresh=rng.random(num_response) < 0.5,
+                trained=old.random(num_response) >= masked_share,
                 invalid=rng.random(num_turns) < 0.3,
                 observation_ids=extra.integers(0, 3, num_turns),
                 episode_return=float(rng.integers(0, 2)) * 10.0,

@@ -6,10 +6,12 @@ float32; the reference does one plain forward pass a row and writes each formula
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from seed_async.learner.algorithms.methods import METHODS
+from seed_async.learner.batch import UpdateBatch
 from seed_async.learner.step import update
 from tests.reference.plain_update import plain_loss, plain_update
 from tests.unit.learner.builders import (
@@ -73,6 +75,16 @@ def test_loss_and_gradient_equal_the_reference_under_every_option(method, option
     """Temperature, synchronous weights, statistics, gates, and no reference model."""
     config, batch = dataclasses.replace(LOUD, method=method, **options), random_batch(seed=3)
     assert_equal_to_the_reference(batch, config)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_masked_tokens_are_left_out_of_every_term_as_in_the_reference(method) -> None:
+    """And of every denominator, also where mini-batches and trajectories are masked whole."""
+    batch = random_batch(seed=3, step_skills=method == "opid", left_out=True, masked_share=0.4)
+    first = batch.trajectories[0]
+    whole = dataclasses.replace(first, trained=np.zeros_like(first.trained))
+    batch = UpdateBatch((whole, *batch.trajectories[1:]))
+    assert_equal_to_the_reference(batch, dataclasses.replace(LOUD, method=method))
 
 
 @pytest.mark.parametrize("layout", ["transcript", "windowed"])

@@ -312,3 +312,70 @@ def test_the_metrics_say_how_many_groups_had_nothing_to_compare() -> None:
     policy = packed(tiny_model())
     found = update(flat, LOUD, policy, packed(tiny_model(seed=1)), torch.optim.SGD(policy.parameters(), lr=0.0))
     assert found["zero_variance_groups"] == 1 and "step_groups" not in found
+
+
+def test_masked_tokens_reach_no_term_of_the_loss_bit_for_bit() -> None:
+    """Whatever their log-probs are; their trajectories count in the statistics of their groups as ever."""
+    batch = random_batch(seed=3, masked_share=0.4)
+    loss, gradient = loss_and_gradient(batch, LOUD)
+    other = changed(
+        batch, behaviour_logprob=lambda t: np.where(t.trained, t.behaviour_logprob, -9.0).astype(np.float32)
+    )
+    other_loss, other_gradient = loss_and_gradient(other, LOUD)
+    assert loss == other_loss and torch.equal(gradient, other_gradient)
+    whole = changed(batch, trained=lambda t: np.ones_like(t.trained))
+    assert np.array_equal(token_advantages(batch, LOUD).advantage, token_advantages(whole, LOUD).advantage)
+    assert loss_and_gradient(whole, LOUD)[0] != loss
+
+
+@pytest.mark.parametrize("mini_batch_trajectories", [None, 3])
+def test_a_trajectory_that_is_masked_whole_still_counts_with_its_return(mini_batch_trajectories) -> None:
+    """Its return moves the advantages of the others."""
+    batch = random_batch(seed=3, num_groups=1)
+    first, *rest = batch.trajectories
+    config = dataclasses.replace(LOUD, mini_batch_trajectories=mini_batch_trajectories)
+    losses = []
+    for episode_return in (0.0, 100.0):
+        masked = dataclasses.replace(
+            first, trained=np.zeros_like(first.trained), fresh=np.zeros_like(first.fresh), episode_return=episode_return
+        )
+        policy = packed(tiny_model())
+        metrics = update(
+            UpdateBatch((masked, *rest)),
+            config,
+            policy,
+            packed(tiny_model(seed=1)),
+            torch.optim.SGD(policy.parameters(), lr=0.0),
+        )
+        assert metrics["response_tokens"] == sum(len(t.fresh) for t in rest)
+        losses.append(metrics["loss_policy"])
+    assert losses[0] != losses[1]
+
+
+def test_a_batch_with_every_token_masked_leaves_the_weights_and_has_no_step() -> None:
+    """Nothing is divided by zero, no moment of the optimizer moves, and every metric is a number."""
+    batch = random_batch(seed=3, masked_share=1.0)
+    policy, reference = packed(tiny_model()), packed(tiny_model(seed=1))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1)
+    before = [p.clone() for p in policy.parameters()]
+    metrics = update(batch, LOUD, policy, reference, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True)) and not optimizer.state
+    assert metrics["optimizer_steps"] == metrics["response_tokens"] == metrics["gradient_norm"] == 0.0
+    assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
+    full = update(random_batch(seed=3), LOUD, policy, reference, optimizer)
+    wanted = {name for name in full if not name.startswith(("seconds_", "sampler_gap"))}
+    assert wanted == {name for name in metrics if not name.startswith("seconds_")}
+
+
+def test_a_mini_batch_with_every_token_masked_gets_no_step() -> None:
+    """The others do, and the sampler gap reads the tokens of its own mini-batches."""
+    batch = random_batch(seed=3, num_groups=2, group_size=4)
+    half = [
+        dataclasses.replace(t, trained=np.full_like(t.trained, place >= 4), fresh=np.full_like(t.fresh, place >= 4))
+        for place, t in enumerate(batch.trajectories)
+    ]
+    policy = packed(tiny_model())
+    sampled = on_policy(UpdateBatch(tuple(half)), policy, LOUD)
+    config = dataclasses.replace(LOUD, mini_batch_trajectories=4)
+    metrics = update(sampled, config, policy, packed(tiny_model(seed=1)), torch.optim.SGD(policy.parameters(), lr=0.0))
+    assert metrics["optimizer_steps"] == 1 and metrics["sampler_gap_max"] < 1e-4

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from seed_async.learner.algorithms.methods import METHODS
-from seed_async.learner.trainer import loss_config, report_update, static_library, teacher_skill, update_batch
+from seed_async.learner.trainer import report_update
+from seed_async.learner.update_rows import loss_config, teacher_skill, update_batch
 from seed_async.messages import Sample, Skill, StepSkill, Trajectory
 from seed_async.metrics import Metrics
-from seed_async.skill_library import SkillLibrary
+from seed_async.skill_library import SkillLibrary, library_of
 from tests.fakes.chat import tiny_chat
 from tests.fakes.episodes import OPENING, make_lease, make_trajectory, make_turn, small_topology
 
@@ -111,9 +112,9 @@ def test_an_over_long_step_row_leaves_the_rest_of_its_trajectory() -> None:
 
 def test_only_methods_that_may_read_a_library_load_one() -> None:
     """The environment's own by default; a suite without one has none to fall back on."""
-    assert static_library(small_topology(method="seed")) is None
-    assert isinstance(static_library(small_topology(method="opsd")), SkillLibrary)
-    assert static_library(small_topology(method="opsd", env={"id": "some.module:Suite"})) is None
+    assert library_of(small_topology(method="seed")) is None
+    assert isinstance(library_of(small_topology(method="opsd")), SkillLibrary)
+    assert library_of(small_topology(method="opsd", env={"id": "some.module:Suite"})) is None
 
 
 @pytest.mark.parametrize(
@@ -143,8 +144,11 @@ def test_every_term_of_an_update_reaches_the_metrics_endpoint() -> None:
     context = Reporter()
     line = {name: 0.5 for name in LINE} | {"masked_rows_timeout": 3.0, "response_tokens": 7.0, "age_max": 1}
     report_update(context, line)
+    report_update(context, line | {"masked_tokens_stale": 4.0, "response_tokens": 0.0})
     sample = context.metrics.registry.get_sample_value
-    assert sample("seed_async_masked_rows_total", {"reason": "timeout"}) == 3.0
+    assert sample("seed_async_masked_rows_total", {"reason": "timeout"}) == 6.0
+    assert sample("seed_async_masked_tokens_total", {"reason": "stale"}) == 4.0
+    assert sample("seed_async_updates_without_tokens_total") == 1.0
     assert sample("seed_async_opd_gap_nats", {"statistic": "rms"}) == 0.5
     assert sample("seed_async_clip_ratio", {"bound": "dual"}) == 0.5
     for name in ("opd_staleness_bias_ratio", "effective_sample_ratio", "kl_nats", "zero_variance_groups"):

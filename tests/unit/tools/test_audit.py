@@ -103,11 +103,25 @@ def accept_twice(journal: Journal) -> None:
     journal.note("accepted", lease="l-d", trajectory="c", incarnation="i")
 
 
+def mask_all(journal: Journal, num_tokens: int = 4, times: int = 1) -> None:
+    """Train a group of which one member is masked."""
+    for member in range(2):
+        take(journal, f"c{member}", "g1", member)
+    for _ in range(times):
+        journal.note("masked", trajectory="c0", reason="stale", version=3, num_tokens=num_tokens)
+    train(journal, "c0", "g1", 0, 3, age=-1)
+    train(journal, "c1", "g1", 1, 3, age=1)
+
+
 BROKEN: dict[str, tuple[Callable[[Journal], None], str]] = {
     "trained twice": (lambda j: train(j, "a", "g0", 0, version=1, age=1), "it was trained before"),
     "trained and dropped": (lambda j: j.note("dropped", trajectory="a", reason="stale"), "it was trained before"),
     "too old": (lambda j: train_unseen(j, 2, age=2), "was 2 versions old; the bound is 1"),
     "from the future": (lambda j: train_unseen(j, 2, age=-1), "was -1 versions old"),
+    "masked in part only": (lambda j: mask_all(j, num_tokens=3), "was -1 versions old"),
+    "masked more than there is": (lambda j: mask_all(j, num_tokens=5), "5 tokens masked, of 4"),
+    "masked twice": (lambda j: mask_all(j, times=2), "it was masked or trained before"),
+    "masked after training": (lambda j: j.note("masked", trajectory="a", num_tokens=1), "masked or trained before"),
     "half a group": (lambda j: train_unseen(j, 1, age=0, members=1), "group g1: 1 of 2 members"),
     "never accepted": (lambda j: train(j, "x", "g9", 0), "it was never accepted"),
     "accepted twice": (accept_twice, "it was accepted twice"),
@@ -135,6 +149,18 @@ def test_the_learner_cannot_train_what_it_was_not_handed(
 ) -> None:
     audit = audited(run_dir, lambda _: None, learner)
     assert any(fault in each for each in audit.faults)
+
+
+@pytest.mark.parametrize("learner_tokens", [0, 4])
+def test_the_learner_leaves_out_exactly_the_tokens_that_the_buffer_says(run_dir: RunDir, learner_tokens: int) -> None:
+    """One trajectory masked whole has no age; its sibling is trained."""
+    audited(run_dir, mask_all)
+    own = Journal(run_dir.trained)
+    own.note("trained", trajectory="c0", version=3, num_tokens=learner_tokens)
+    own.note("trained", trajectory="c1", version=3, num_tokens=4)
+    audit = audit_run(run_dir, TOPOLOGY)
+    assert audit.masked_tokens == 4 and audit.ages == {0: 2, 1: 1}
+    assert audit.faults == ([] if learner_tokens == 0 else ["trained c0: 4 tokens instead of 0"])
 
 
 def test_only_the_last_batch_may_be_handed_out_and_not_trained(run_dir: RunDir) -> None:

@@ -91,3 +91,23 @@ def test_overlap_is_of_all_activities_of_the_method() -> None:
     assert overlap_summary(spans, uses_skills=True)["overlap_seconds"] == 2.0
     assert overlap_summary(spans, uses_skills=False)["overlap_seconds"] == 4.0
     assert overlap_summary(spans, uses_skills=False)["overlap_of"] == ["act", "train"]
+
+
+def test_masked_tokens_and_the_bias_of_dropping_are_in_the_summary(full_run: RunDir, topology: Topology) -> None:
+    """Runs of before have no such counts."""
+    assert "slowest" not in printed(write_summary(full_run, topology, {}, "finished"))
+    figures = {
+        "masked": {"tokens": 70, "trajectories": 2, "batches": 0},
+        "bias": {
+            "length_ratio": 0.8125,
+            "trained_token_share": 0.8,
+            "slowest_decile_trained": 0.25,
+            "longest_decile_trained": 0.375,
+        },
+    }
+    full_run.counts.write_text(json.dumps(json.loads(full_run.counts.read_text()) | figures))
+    summary = write_summary(full_run, topology, {}, "finished")
+    assert summary["masked"] == figures["masked"] and summary["bias"] == figures["bias"]
+    text = printed(summary)
+    for part in ("70 tokens, 2 trajectories whole", "0.812", "25.0%; of the longest 37.5%"):
+        assert part in text

@@ -1,0 +1,133 @@
+"""A buffer that starts again on its journal: nothing is lost unnoticed, no game is skipped, no id is used twice."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seed_async.journal import Entry, Event, Journal, read_journal
+from seed_async.learner.buffer import GroupBuffer
+from seed_async.learner.recovery import recover
+from seed_async.tools.audit import replay
+from tests.fakes.episodes import VOCABULARY_SIZE, make_trajectory, small_topology
+
+NUM_TASKS = 7
+TOPOLOGY = small_topology(method="grpo", buffer={"max_tries": 1})
+
+
+class Crashing:
+    """A buffer that can die at any moment, leaving its journal."""
+
+    def __init__(self) -> None:
+        """Start for the first time."""
+        self.entries: list[Entry] = []
+        self.starts = 0
+        self.version = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again after a death."""
+        recovered = recover(self.entries) if self.entries else None
+        self.buffer = GroupBuffer(TOPOLOGY, VOCABULARY_SIZE, note=self.note, recovered=recovered)
+        self.starts += 1
+        self.buffer.hello("a", f"a{self.starts}", NUM_TASKS, "digest")
+        self.buffer.advance(self.version)
+        self.leases = list(self.buffer.grant("a", f"a{self.starts}", 1, 0.0))
+
+    def note(self, event: Event, **fields: Any) -> None:
+        """Keep the journal."""
+        self.entries.append(Entry(event, 0.0, **fields))
+
+    def act(self, action: str) -> None:
+        """Do one thing that actors or the learner do."""
+        match action:
+            case "grant":
+                self.leases += self.buffer.grant("a", f"a{self.starts}", 3, 0.0)
+            case "submit" if self.leases:
+                lease = self.leases.pop(0)
+                self.buffer.submit(make_trajectory(lease, f"a{self.starts}", version=self.version), 0.0)
+            case "fail" if self.leases:
+                self.buffer.fail(self.leases.pop().lease_id, f"a{self.starts}")
+            case "train":
+                if self.buffer.take_batch(self.version):
+                    self.version += 1
+                    self.buffer.advance(self.version)
+            case "crash":
+                self.start()
+
+
+def tasks_opened(entries: list[Entry]) -> Iterator[int]:
+    """The games in the order in which groups were opened on them."""
+    return (entry.task for entry in entries if entry.event == "opened")
+
+
+ACTIONS = st.lists(st.sampled_from(["grant", "submit", "submit", "submit", "train", "crash", "fail"]), max_size=120)
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions=ACTIONS)
+def test_whatever_the_moment_of_a_death_the_journal_passes_the_audit_and_the_counts_go_on(actions: list[str]) -> None:
+    crashing = Crashing()
+    for action in actions:
+        if len(crashing.buffer._quarantined) < NUM_TASKS - 2 or action != "fail":
+            crashing.act(action)
+        accounting: dict[str, Any] = crashing.buffer.accounting()
+        assert accounting["balance_ok"]
+    audit, _ = replay(crashing.entries, TOPOLOGY)
+    assert audit.passed, audit.faults
+    for count in ("accepted", "trained", "fenced"):
+        assert audit.counts[count] == accounting[count] if actions else True
+    if actions:
+        assert audit.dropped == accounting["dropped"] and audit.ages == Counter(
+            {int(age): number for age, number in accounting["ages"].items()}
+        )
+    leases = [entry.lease for entry in crashing.entries if entry.event == "leased"]
+    groups = [entry.group for entry in crashing.entries if entry.event == "opened"]
+    assert len(set(leases)) == len(leases) and len(set(groups)) == len(groups)
+
+
+@settings(max_examples=100, deadline=None)
+@given(actions=st.lists(st.sampled_from(["grant", "submit", "submit", "submit", "train", "crash"]), max_size=150))
+def test_no_game_is_skipped_and_none_trained_out_of_turn(actions: list[str]) -> None:
+    """Groups that a death ended are opened again, before new ones: every epoch trains or holds each game once."""
+    crashing = Crashing()
+    for action in actions:
+        crashing.act(action)
+    state = recover(crashing.entries)
+    ended = {entry.group for entry in crashing.entries if entry.event == "trained"}
+    played = Counter(entry.task for entry in crashing.entries if entry.event == "opened" and entry.group in ended)
+    owed = played + Counter(state.replay)
+    # Every game up to the cursor was trained or is still owed; none more often than the epochs so far.
+    epochs, place = divmod(state.cursor, NUM_TASKS)
+    assert sum(owed.values()) == state.cursor
+    assert all(epochs <= owed[task] <= epochs + (place > 0) for task in range(NUM_TASKS))
+
+
+def test_a_resend_of_what_the_dead_buffer_had_accepted_is_a_duplicate() -> None:
+    crashing = Crashing()
+    trajectory = make_trajectory(crashing.leases[0], "a1")
+    assert crashing.buffer.submit(trajectory, 0.0) == ("accepted", "")
+    crashing.start()
+    assert crashing.buffer.submit(trajectory, 0.0) == ("duplicate", "")
+
+
+def test_a_journal_on_disk_recovers_the_same_and_a_cut_line_is_taken_away(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    buffer = GroupBuffer(TOPOLOGY, VOCABULARY_SIZE, note=journal.note)
+    buffer.hello("a", "a1", NUM_TASKS, "digest")
+    buffer.advance(0)
+    leases = buffer.grant("a", "a1", 3, 0.0)
+    buffer.submit(make_trajectory(leases[0], "a1"), 0.0)
+    journal.note("evaluated", version=0)
+    whole = (tmp_path / "journal").read_bytes()
+    (tmp_path / "journal").write_bytes(whole + b'{"event":"lea')
+    state = recover(read_journal(tmp_path / "journal"))
+    assert (state.num_groups, state.cursor, state.counts["leased"], state.evaluated) == (2, 2, 3, {0})
+    assert state.open_leases == [lease.lease_id for lease in leases[1:]] and len(state.replay) == 2
+    again = Journal(tmp_path / "journal")
+    again.note("reopened")
+    assert (tmp_path / "journal").read_bytes().startswith(whole + b'{"event":"reopened"')
+    assert [entry.event for entry in read_journal(tmp_path / "journal")][-1] == "reopened"
