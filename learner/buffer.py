@@ -17,6 +17,7 @@ from seed_async.journal import Note
 from seed_async.learner.buffer_intake import trajectory_bytes, trajectory_fault
 from seed_async.learner.recovery import Recovered
 from seed_async.learner.selection_bias import SelectionBias
+from seed_async.learner.task_order import TaskOrder
 from seed_async.messages import AckStatus, Lease, Sample, Skill, SkillResult, Trajectory
 from seed_async.skill_library import SkillLibrary
 from seed_async.staleness import StalenessBound, token_versions
@@ -94,11 +95,9 @@ class GroupBuffer:
         self._vocabulary_size = vocabulary_size
         self._on_fate, self._note = on_fate, note
         self._bound = StalenessBound(topology.staleness.max, topology.rollout.groups_per_update)
-        self._num_tasks = 0
         self._tasks_digest = ""
         before = recovered or Recovered()
-        self._cursor = before.cursor
-        self._replay = deque(before.replay)
+        self._tasks = TaskOrder(topology.run.seed, before.cursor, before.replay, before.quarantined)
         self._group_numbers = count(before.num_groups)
         self._lease_numbers = count(before.counts["leased"])
         self._groups: OrderedDict[str, _Group] = OrderedDict()
@@ -110,10 +109,8 @@ class GroupBuffer:
         self._analysis_queue: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._analysing: dict[str, tuple[str, int]] = {}
         self._seen: OrderedDict[str, None] = OrderedDict.fromkeys(before.accepted_ids[-MAX_REMEMBERED_IDS:])
-        self._quarantined = set(before.quarantined)
         self._last_taken = before.last_taken
         self._handed_out: tuple[Sample, ...] = ()
-        self._order, self._order_epoch = np.zeros(0, dtype=np.int64), -1
         self._held_bytes = 0
         self._trained_ages = Counter(before.ages)
         self._bias = SelectionBias()
@@ -129,10 +126,10 @@ class GroupBuffer:
         """Register an incarnation; the leases of its predecessor return. Raises TaskListMismatchError."""
         if not num_tasks:
             raise NoTasksLeftError(f"{actor} sees no training task")
-        if self._num_tasks and tasks_digest != self._tasks_digest:
+        if self._tasks.num_tasks and tasks_digest != self._tasks_digest:
             raise TaskListMismatchError(f"{actor} sees other training tasks than the actors before it")
-        if not self._num_tasks:
-            self._num_tasks, self._tasks_digest = num_tasks, tasks_digest
+        if not self._tasks.num_tasks:
+            self._tasks.num_tasks, self._tasks_digest = num_tasks, tasks_digest
         self._progress.pop(self._incarnations.get(actor, ""), None)
         self._incarnations[actor] = incarnation
         self._progress[incarnation] = -1
@@ -176,7 +173,7 @@ class GroupBuffer:
                 group_id=group_id,
                 member=member,
                 task_index=group.task_index,
-                seed=int(np.random.SeedSequence([self._topology.run.seed, number]).generate_state(1)[0]),
+                seed=self._seed(group, member),
             )
             self._held[lease.lease_id] = _Held(lease, actor, incarnation, now_s)
             self._note(
@@ -346,7 +343,7 @@ class GroupBuffer:
             },
             "skills": {key: self.counts[f"skill_{key}"] for key in ("parsed", "unparsed", "timeout", "late")},
             "skills_missing": self.counts["skill_missing"],
-            "quarantined_tasks": sorted(self._quarantined),
+            "quarantined_tasks": sorted(self._tasks.quarantined),
             "ages": {str(age): number for age, number in sorted(self._trained_ages.items()) if number},
             "masked": {key: self.counts[f"masked_{key}"] for key in ("tokens", "trajectories", "batches")},
             "bias": self._bias.report(),
@@ -372,21 +369,10 @@ class GroupBuffer:
             self.dropped["restart"] += 1
             self._note("dropped", trajectory=trajectory, group=entry.group, member=entry.member, reason="restart")
 
-    def _next_task(self) -> int | None:
-        """The next game: every one once an epoch, in an order that only the run's seed and the epoch decide."""
-        if self._replay:
-            return self._replay.popleft()
-        if len(self._quarantined) == self._num_tasks:
-            return None
-        while True:
-            epoch, place = divmod(self._cursor, self._num_tasks)
-            if self._order_epoch != epoch:
-                rng = np.random.default_rng([self._topology.run.seed, epoch])
-                self._order, self._order_epoch = rng.permutation(self._num_tasks), epoch
-            self._cursor += 1
-            task = int(self._order[place])
-            if task not in self._quarantined:
-                return task
+    def _seed(self, group: _Group, member: int) -> int:
+        """The seed of a member's sampling: the same when a lease comes back, another when its episode has failed."""
+        place = (self._topology.run.seed, int(group.group_id[1:]), member, group.tries[member])
+        return int(np.random.SeedSequence(place).generate_state(1)[0])
 
     def _open_group(self) -> bool:
         # Over the limit, as many groups as a batch needs may still be open: with fewer the learner would wait for ever.
@@ -394,13 +380,13 @@ class GroupBuffer:
         full = enough and self._held_bytes >= self._topology.buffer.max_bytes
         if full or not self._bound.may_open_group(self.version, self.groups_admitted):
             return False
-        task_index = self._next_task()
+        task_index = self._tasks.next()
         if task_index is None:
             tries = self._topology.buffer.max_tries
-            raise NoTasksLeftError(f"all {self._num_tasks} training tasks failed {tries} times")
+            raise NoTasksLeftError(f"all {self._tasks.num_tasks} training tasks failed {tries} times")
         group = _Group(f"g{next(self._group_numbers)}", task_index)
         self._groups[group.group_id] = group
-        self._note("opened", group=group.group_id, task=task_index, cursor=self._cursor)
+        self._note("opened", group=group.group_id, task=task_index, cursor=self._tasks.cursor)
         self._vacant.extend((group.group_id, member) for member in range(self._topology.rollout.group_size))
         return True
 
@@ -450,7 +436,7 @@ class GroupBuffer:
             self._vacant.appendleft((group.group_id, member))
 
     def _drop_failed(self, group: _Group) -> None:
-        self._quarantined.add(group.task_index)
+        self._tasks.quarantined.add(group.task_index)
         self._note("quarantined", group=group.group_id, task=group.task_index)
         for member in group.members.values():
             self.dropped["failed_group"] += 1

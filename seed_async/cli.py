@@ -134,11 +134,21 @@ def validate(topology: TopologyOption, overrides: SetOption = None) -> None:
         "episodes at once": f"{actors.replicas} actors * {actors.games_each} = {actors.replicas * actors.games_each}",
         "groups open at most": f"({bound} + 1) * {groups} = {(bound + 1) * groups}",
         "analysis": "yes" if loaded.uses_analyzers else f"none ({loaded.method})",
+        "weights": _describe_weights(loaded),
         "tasks": ", ".join(f"{split} {number}" for split, number in tasks.items()),
     }
     print(f"ok: {topology}")
     for name, number in numbers.items():
         print(f"  {name}: {number}")
+
+
+def _describe_weights(topology: Topology) -> str:
+    weights = topology.weights
+    text = f"{weights.transport}, control over {weights.control}"
+    if weights.control == "rpc" or weights.transport != "shm":
+        # torch has no authentication, and rpc runs what it is sent.
+        text += f" (whoever reaches its ports at {weights.interface} is trusted: loopback or a private network only)"
+    return text
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """The seams of the system: Protocols of at most five methods, with the plain data that crosses them.
 
 Implementations live with the role that runs them (engines in `actors/engines`, weight transports in
-`seed_async/weights.py`); the fakes of the tests implement the same Protocols.
+`seed_async/weights/`); the fakes of the tests implement the same Protocols.
 """
 
 from collections.abc import Mapping

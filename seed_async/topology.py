@@ -348,7 +348,7 @@ class Weights(Section):
     """Who holds what, and what is newest: over ZeroMQ, or over `torch.distributed.rpc`. The latter runs whatever it is
     sent by anybody who reaches its port: loopback or a private network only."""
     transport: Literal["shm", "gloo", "nccl"] = "shm"
-    """The bytes: `shm` maps them in place on one host; `gloo` and `nccl` broadcast them."""
+    """The bytes: `shm`: a file in the memory of one host; `gloo` and `nccl` broadcast them."""
     in_flight: Literal["continue", "finish"] = "continue"
     """Requests that run in a policy server when a version arrives: they go on under the new one, each token with its
     version; or they finish under the old one first, while new ones wait."""

@@ -1,4 +1,7 @@
-"""Weights through shared memory, for receivers of one host: a file of a memory-backed directory, mapped in place."""
+"""Weights through shared memory, for receivers of one host: a file of a memory-backed directory.
+
+A receiver verifies and uses a copy of its own. In a mapping, a byte that changes after the check would be served.
+"""
 
 import mmap
 import os
@@ -54,7 +57,7 @@ class SegmentStore:
         return manifest
 
     def close(self) -> None:
-        """Remove what is left; readers that have a segment mapped keep their mapping."""
+        """Remove what is left; who reads a segment keeps it open."""
         for path in self._segments:
             path.unlink(missing_ok=True)
         self._segments.clear()
@@ -64,21 +67,21 @@ class SegmentSource:
     """A `WeightSource`: maps the announced file."""
 
     def receive(self, manifest: WeightsManifest, timeout_s: float) -> ByteBuffer:
-        """Map a version, read-only. Raises WeightsGoneError or WeightsCorruptError; takes no time to speak of."""
+        """Read a version. Raises WeightsGoneError or WeightsCorruptError; a copy in memory needs no deadline."""
         try:
             with open(manifest.segment, "rb") as file:
                 if os.fstat(file.fileno()).st_size != manifest.num_bytes:
                     raise WeightsCorruptError(
                         f"version {manifest.version}: {manifest.segment} does not have the announced size"
                     )
-                return mmap.mmap(file.fileno(), 0, MAP_FLAGS, mmap.PROT_READ)
+                return file.read()
         except FileNotFoundError as error:
             raise WeightsGoneError(f"version {manifest.version}: {manifest.segment} is gone") from error
 
     def close(self) -> None:
-        """Nothing is held: a mapping ends with its arrays."""
+        """Nothing is held."""
 
 
 def read_segment(manifest: WeightsManifest) -> dict[str, np.ndarray]:
-    """Map a published version and verify it; the arrays are read-only views of the mapping."""
+    """Read a published version and verify it; the arrays are read-only."""
     return verified_arrays(manifest, SegmentSource().receive(manifest, timeout_s=0.0))

@@ -125,14 +125,14 @@ class BrokenSuite(TroubleSuite):
 
 
 class TroubledBoxesGame(BoxesGame):
-    """Every tenth box game makes trouble in its first step, a kind of its own each."""
+    """Every fifth box game makes trouble in its first step, a kind of its own each."""
 
     kinds = ("hang", "crash", "raise", "garbage", "leak")
 
     def reset(self, task: str) -> Observation:
         """Open the game."""
         number = int(task.partition("/")[2])
-        self._kind = self.kinds[number // 10 % len(self.kinds)] if number % 10 == 3 and task.startswith("train") else ""
+        self._kind = self.kinds[number // 5 % len(self.kinds)] if number % 5 == 3 and task.startswith("train") else ""
         return super().reset(task)
 
     def step(self, command: str) -> StepResult:

@@ -36,9 +36,9 @@ UPDATES = 10
 pytestmark = pytest.mark.integration
 
 
-def seed_of(topology: Topology, number: int) -> int:
-    """The seed of the lease `number`."""
-    return int(np.random.SeedSequence([topology.run.seed, number]).generate_state(1)[0])
+def seed_of(topology: Topology, group: int, member: int) -> int:
+    """The seed of a member's first try."""
+    return int(np.random.SeedSequence([topology.run.seed, group, member, 0]).generate_state(1)[0])
 
 
 async def train(topology: Topology, checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -57,9 +57,9 @@ async def train(topology: Topology, checkpoint: Path) -> dict[str, torch.Tensor]
         for version in range(UPDATES):
             samples = []
             for group in range(rollout.groups_per_update):
-                task = tasks[next(order)]
+                number, task = next(numbers), tasks[next(order)]
                 for member in range(rollout.group_size):
-                    episode = await player.play(LocalHost(suite.make), task, seed_of(topology, next(numbers)))
+                    episode = await player.play(LocalHost(suite.make), task, seed_of(topology, number, member))
                     played = make_trajectory(
                         make_lease(group=f"g{group}", member=member),
                         "plain",

@@ -125,7 +125,7 @@ def test_a_corrupt_segment_is_refused(tmp_path: Path, damage: str) -> None:
         read_segment(manifest)
 
 
-def test_old_segments_are_removed_but_a_mapped_one_stays_readable(tmp_path: Path) -> None:
+def test_old_segments_are_removed_and_what_was_read_stays(tmp_path: Path) -> None:
     """Memory stays bounded; a slow reader is not pulled down."""
     store = SegmentStore(tmp_path)
     first = store.stage(0, tensors(0))
@@ -420,3 +420,21 @@ def test_small_tensors_travel_together_and_large_ones_alone() -> None:
     assert large <= {start for start, _ in ranges}
     assert len(ranges) < len(sizes)
     assert list(transfer_ranges(build_manifest(0, {"one": np.zeros(8, np.uint8)}, "", 0)[0])) == [(0, 64)]
+
+
+def test_damage_after_the_check_does_not_reach_what_is_served(setup: Setup) -> None:
+    """The verified bytes are the receiver's own."""
+    receiver = setup.receiver("p0")
+    manifest = setup.publisher.publish(0, tensors(0) | {"ones": np.ones(4096, np.float32)})
+    _, arrays = take(receiver)
+    with Path(manifest.segment).open("r+b") as file:
+        file.write(b"\xff" * manifest.num_bytes)
+    np.testing.assert_array_equal(arrays["ones"], np.ones(4096, np.float32))
+
+
+def test_a_publisher_that_starts_again_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    """Shared memory is not filled by restarts."""
+    SegmentStore(tmp_path).stage(3, tensors(3))
+    store = SegmentStore(tmp_path)
+    store.stage(4, tensors(4))
+    assert [path.name for path in tmp_path.iterdir()] == ["weights-4"]

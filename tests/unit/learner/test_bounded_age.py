@@ -330,7 +330,7 @@ class AgeMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened: when everything is played, the learner goes on, and every promise was kept."""
-        if not hasattr(self, "buffer") or len(self.buffer._quarantined) > 20:
+        if not hasattr(self, "buffer") or len(self.buffer._tasks.quarantined) > 20:
             return
         goal = self.version + 6
         for _ in range(40):

@@ -667,7 +667,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """No group is stranded: when everything is played and answered, every group ends and batches flow again."""
-        if not hasattr(self, "buffer") or len(self.buffer._quarantined) > 20:
+        if not hasattr(self, "buffer") or len(self.buffer._tasks.quarantined) > 20:
             return
         self.published = max(self.published, 0)
         self.buffer.advance(self.published)

@@ -72,7 +72,7 @@ ACTIONS = st.lists(st.sampled_from(["grant", "submit", "submit", "submit", "trai
 def test_whatever_the_moment_of_a_death_the_journal_passes_the_audit_and_the_counts_go_on(actions: list[str]) -> None:
     crashing = Crashing()
     for action in actions:
-        if len(crashing.buffer._quarantined) < NUM_TASKS - 2 or action != "fail":
+        if len(crashing.buffer._tasks.quarantined) < NUM_TASKS - 2 or action != "fail":
             crashing.act(action)
         accounting: dict[str, Any] = crashing.buffer.accounting()
         assert accounting["balance_ok"]
