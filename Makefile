@@ -39,10 +39,11 @@ demo: $(STAMP)
 	$(BIN)/seed-async launch --topology topologies/demo.yaml --overwrite $(ARGS)
 
 test: $(STAMP) lint try-alfworld
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 tests/unit tests/gpu $(ARGS)
+	$(BIN)/python -m pytest tests/integration $(ARGS)
 
 test-unit: $(STAMP)
-	$(BIN)/python -m pytest tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n 2 tests/unit $(ARGS)
 
 test-integration: $(STAMP)
 	$(BIN)/python -m pytest tests/integration $(ARGS)

@@ -62,8 +62,7 @@ def first_version(topology: Topology) -> int:
 
 @dataclass(frozen=True)
 class _Job:
-    trajectory_id: str
-    num_steps: int
+    trajectory: Trajectory
     version: int
     started_at_s: float
 
@@ -120,6 +119,9 @@ class Analyzer:
             self._engine.load_weights(manifest.version, tensors)
             self._weights.acknowledge(manifest)
             self._context.metrics.gauge("policy_version").set(manifest.version)
+            if self._settings.on_new_version == "restart":
+                for trajectory_id in self._running:
+                    self._engine.cancel(trajectory_id)
         return self._engine.health().version
 
     def _claim_jobs(self, version: int) -> None:
@@ -151,15 +153,18 @@ class Analyzer:
             self._context.log.warning("analysis refused", trajectory=trajectory.trajectory_id, error=str(error))
             self._submit(trajectory.trajectory_id, None, "", version, "refused")
         else:
-            job = _Job(trajectory.trajectory_id, len(trajectory.turns), version, time.time())
-            self._running[trajectory.trajectory_id] = job
+            self._running[trajectory.trajectory_id] = _Job(trajectory, version, time.time())
 
     def _finish(self, generation: Generation) -> None:
         job = self._running.pop(generation.request_id)
+        trajectory = job.trajectory
         self._context.timeline.record("analyse", job.started_at_s, time.time(), job.version)
+        if generation.finish_reason == "cancelled":  # by a new version, which does it again
+            self._start(trajectory, self._engine.health().version)
+            return
         output = self._tokenizer.decode(generation.token_ids)
-        skill = read_skill(output, job.num_steps, job.version, self._max_step_skills)
-        self._submit(job.trajectory_id, skill, output, job.version, "" if skill else "unparsed")
+        skill = read_skill(output, len(trajectory.turns), job.version, self._max_step_skills)
+        self._submit(trajectory.trajectory_id, skill, output, job.version, "" if skill else "unparsed")
 
     def _submit(self, trajectory_id: str, skill: Skill | None, output: str, version: int, reason: str) -> None:
         # Not waited for: the client resends it until the buffer has answered.

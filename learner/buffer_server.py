@@ -73,6 +73,7 @@ class BufferServer:
         self._encoder = msgspec.json.Encoder()
         self._held: list[tuple[float, Request]] = []
         self._finished = False
+        self._gate_closed = False
         self._evaluated: set[int] = recovered.evaluated if recovered else set()
         self._last_tick_s = 0.0
         self._handlers: dict[type[Message], Callable[[Any], Message | None]] = {
@@ -97,6 +98,7 @@ class BufferServer:
             for request in self._server.poll(POLL_S):
                 self._held.append((now_s + HOLD_S, request))
             self._tick(now_s)
+            self._gate_closed = False
             self._held = [
                 (deadline_s, request) for deadline_s, request in self._held if not self._answer(request, deadline_s)
             ]
@@ -140,7 +142,11 @@ class BufferServer:
             return Ack(status="refused", detail=NO_HELLO)
         if self._buffer.is_superseded(message.actor, message.incarnation):
             return Ack(status="fenced", detail=f"another incarnation of {message.actor} has said hello")
+        # Thousands of games may wait: when one gets nothing, the others are not asked for in this turn.
+        if self._gate_closed:
+            return None
         leases = self._buffer.grant(message.actor, message.incarnation, message.slots, time.monotonic())
+        self._gate_closed = not leases
         return LeaseGrant(leases=leases) if leases else None
 
     def _beat(self, message: Beat) -> Message:

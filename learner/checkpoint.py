@@ -63,23 +63,28 @@ def take_snapshot(
     return Snapshot(version, training_s, {POLICY: policy, OPTIMIZER: state})
 
 
-def restore(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's state into place, bit for bit. Raises CheckpointMismatchError before anything is changed."""
-    policy, state = load_file(folder / POLICY), load_file(folder / OPTIMIZER)
-    parameters = dict(model.named_parameters())
+def restore_policy(folder: Path, model: PreTrainedModel) -> None:
+    """Put a checkpoint's weights into `model`. Raises CheckpointMismatchError before anything is changed."""
+    policy, parameters = load_file(folder / POLICY), dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     found = {name: tuple(tensor.shape) for name, tensor in policy.items()}
     if shapes != found:
         different = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
         raise CheckpointMismatchError(f"{folder} is of another model: {', '.join(different[:5])}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(policy[name])
+
+
+def restore(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's state into place, bit for bit. Raises CheckpointMismatchError before anything is changed."""
+    restore_policy(folder, model)
+    state = load_file(folder / OPTIMIZER)
     random_state = state.pop(_RANDOM_STATE)
     moments: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
         index, _, name = key.partition(".")
         moments.setdefault(int(index), {})[name] = tensor
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(policy[name])
     # The groups, with learning rate and betas, are the topology's.
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(random_state)

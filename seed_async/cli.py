@@ -214,6 +214,29 @@ def evaluate(
         print(json.dumps(evaluate_model(loaded, model, out), indent=2))
 
 
+@app.command()
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: runs/NAME/checkpoints/version-00000010.")],
+    out: Annotated[Path, typer.Option(help="Folder of the model; must not exist.")],
+    model: Annotated[Path | None, typer.Option(help="What the run started from; by default that of its run.")] = None,
+) -> None:
+    """Make a Hugging Face folder of a training checkpoint, checked by loading it again."""
+    from seed_async.learner.export import merge_checkpoint
+
+    run_dir = RunDir(checkpoint.resolve().parent.parent)
+    with _user_errors():
+        if out.exists():
+            raise UsageError(f"{out} exists already")
+        if model is None and not run_dir.topology.is_file():
+            raise UsageError(f"{checkpoint} does not lie in a run directory: give --model")
+        start = model or run_dir.initial_model(load_topology(run_dir.topology))
+        try:
+            version = merge_checkpoint(checkpoint, start, out)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    print(f"version {version} -> {out}")
+
+
 @app.command("init-model")
 def init_model_command(
     topology: TopologyOption,

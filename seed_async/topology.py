@@ -205,6 +205,9 @@ class Analysis(Section):
     max_output_tokens: Positive = 4096
     timeout_s: Seconds = 60.0
     """A skill that comes later than this after its trajectory ended is given up: RL terms only, counted."""
+    on_new_version: Literal["finish", "restart"] = "finish"
+    """When weights come while an analysis runs: `finish` goes on with them, and the skill keeps the version that it was
+    begun with; `restart` begins anew, which costs time."""
     prompt_style: Literal["full", "compact"] = "full"
 
 

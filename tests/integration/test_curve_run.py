@@ -13,7 +13,7 @@ from seed_async.messages import RunState, RunStateRequest
 from seed_async.rundir import RunDir
 from seed_async.topology_file import load_topology
 from seed_async.transport import Client, ClientCurve, HandshakeError, KeyPair, TransportTimeoutError
-from tests.integration.test_run import assert_counts_add_up, assert_gone, finish, launch, roles_of, wait_for_updates
+from tests.integration.runs import assert_counts_add_up, assert_gone, finish, launch, roles_of, wait_for_updates
 
 pytestmark = pytest.mark.integration
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_run import assert_counts_add_up, assert_gone, finish, launch, roles_of, wait_for_updates
+from tests.integration.runs import assert_counts_add_up, assert_gone, finish, launch, roles_of, wait_for_updates
 
 pytestmark = pytest.mark.integration
 

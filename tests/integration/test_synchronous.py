@@ -29,7 +29,7 @@ from seed_async.text import ChatTokenizer
 from seed_async.topology import Topology
 from seed_async.topology_file import load_topology
 from tests.fakes.episodes import make_lease, make_trajectory
-from tests.integration.test_run import assert_counts_add_up, finish, launch, lines
+from tests.integration.runs import assert_counts_add_up, finish, launch, lines
 
 UPDATES = 10
 
@@ -77,7 +77,7 @@ async def train(topology: Topology, checkpoint: Path) -> dict[str, torch.Tensor]
 def test_a_synchronous_run_equals_a_plain_loop_bit_for_bit_and_wastes_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "boxes"
     sets = ["method=grpo", "staleness.max=0", f"run.updates={UPDATES}", "roles.evaluation=null"]
-    process = launch(run_dir, *sets, "stage1.demonstrations=100", "stage1.epochs=3", "stage1.analysis_rows=9")
+    process = launch(run_dir, *sets)
     output = finish(process)
     assert process.returncode == 0, output
     counts = assert_counts_add_up(run_dir)
@@ -91,7 +91,7 @@ def test_a_synchronous_run_equals_a_plain_loop_bit_for_bit_and_wastes_nothing(tm
     torch.set_num_threads(1)
     plain = asyncio.run(train(topology, RunDir(run_dir).initial_model(topology)))
     final = load_file(run_dir / "final" / "model.safetensors")
-    first = load_file(run_dir / "model" / "model.safetensors")
+    first = load_file(RunDir(run_dir).initial_model(topology) / "model.safetensors")
     assert plain.keys() == final.keys()
     assert any(not torch.equal(first[name], final[name]) for name in final), "the run trained"
     assert all(torch.equal(plain[name], final[name]) for name in final)

@@ -15,7 +15,7 @@ import structlog
 from seed_async.tools.bench_weights import Setting, make_tensors, measure, open_control, open_transport
 from seed_async.weights import WeightPublisher
 from tests.fakes.weight_receiver import DEADLINES
-from tests.integration.test_run import (
+from tests.integration.runs import (
     ROOT,
     assert_counts_add_up,
     assert_gone,

@@ -20,7 +20,7 @@ from seed_async.rundir import RunDir
 from seed_async.topology_file import load_topology
 from seed_async.transport.wire import header_frame
 from tests.fakes.episodes import make_lease, make_trajectory
-from tests.integration.test_run import (
+from tests.integration.runs import (
     assert_counts_add_up,
     assert_gone,
     finish,
