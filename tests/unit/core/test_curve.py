@@ -112,6 +112,7 @@ def test_keys_come_back_from_a_file_that_only_the_owner_can_read(tmp_path: Path)
         (b'"' * 40, 0o600, "no Z85 key"),
         (FRIEND.secret, 0o644, "read by others"),
     ],
+    ids=["empty", "short", "no-key", "open"],
 )
 def test_a_bad_key_file_is_refused_by_name(tmp_path: Path, content: bytes, mode: int, fault: str) -> None:
     (tmp_path / "key").write_bytes(content)
