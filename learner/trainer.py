@@ -25,6 +25,7 @@ from seed_async.role import RoleContext
 from seed_async.skill_library import library_of
 from seed_async.staleness import StalenessBound
 from seed_async.text import ChatTokenizer
+from seed_async.topology import Optimizer
 from seed_async.transport import TransportTimeoutError
 from seed_async.weights import open_publisher
 
@@ -43,6 +44,11 @@ def numpy_weights(model: PreTrainedModel) -> dict[str, np.ndarray]:
         ).numpy()
         for name, parameter in model.named_parameters()
     }
+
+
+def learning_rate(version: int, optimizer: Optimizer) -> float:
+    """The rate of the update from `version`: lr * min(1, (version + 1) / warmup_updates)."""
+    return optimizer.lr * min(1.0, (version + 1) / max(1, optimizer.warmup_updates))
 
 
 def newest_published(journal: Path) -> int:
@@ -178,6 +184,8 @@ class Learner:
                 self._library,
             )
             check_ages(batch.samples, rows, version, self._bound)
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate(version, self._topology.optimizer)
             metrics = update(rows, self._config, self._policy, self._reference, self._optimizer)
         for sample, trajectory in zip(batch.samples, rows.trajectories, strict=True):
             self._journal.note(

@@ -223,6 +223,9 @@ class Optimizer(Section):
     """AdamW, constant learning rate (the paper's values)."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    warmup_updates: NonNegative = 0
+    """The learning rate rises to `lr` over so many updates. Adam's first steps have the size of the learning rate
+    whatever the gradient: at the rate that a tiny model needs they can cost it what Stage 1 taught."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
