@@ -86,7 +86,6 @@ class Learner:
         self._training_s = 0.0
         self._saved = 0
         self._checkpoints = CheckpointWriter(run_dir.checkpoints, topology.checkpoint.keep)
-        self._published = newest_published(run_dir.trained)
         self._journal = Journal(run_dir.trained)
 
     def run(self) -> None:
@@ -125,9 +124,10 @@ class Learner:
             restore(folder, self._policy, self._optimizer)
             weights, self._training_s = manifest.version, manifest.training_s
             self._saved = weights
-        version = weights if weights >= self._published else self._published + 1
-        if self._published >= 0:
-            log.warning("going on", version=version, weights=weights, published=self._published)
+        published = newest_published(self._context.run_dir.trained)
+        version = weights if weights >= published else published + 1
+        if published >= 0:
+            log.warning("going on", version=version, weights=weights, published=published)
         self._journal.note("started", version=version, weights=weights)
         return version
 

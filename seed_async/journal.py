@@ -7,7 +7,7 @@ that the two agree and that nothing is lost, counted twice or trained twice.
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict, Unpack
 
 import msgspec
 
@@ -60,26 +60,27 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     weights: int = -1
 
 
+class Fields(TypedDict, total=False):
+    """The fields of an `Entry` beside event and time, for callers."""
+
+    lease: str
+    trajectory: str
+    group: str
+    member: int
+    task: int
+    incarnation: str
+    reason: str
+    version: int
+    age: int
+    num_tokens: int
+    cursor: int
+    weights: int
+
+
 class Note(Protocol):
     """Takes one entry: `Journal.note`, or what a test collects."""
 
-    def __call__(
-        self,
-        event: Event,
-        *,
-        lease: str = "",
-        trajectory: str = "",
-        group: str = "",
-        member: int = -1,
-        task: int = -1,
-        incarnation: str = "",
-        reason: str = "",
-        version: int = -1,
-        age: int = -1,
-        num_tokens: int = -1,
-        cursor: int = -1,
-        weights: int = -1,
-    ) -> None:
+    def __call__(self, event: Event, **fields: Unpack[Fields]) -> None:
         """Record what happened; the fields are those of `Entry`."""
         ...
 
@@ -97,40 +98,9 @@ class Journal:
         self._encoder = msgspec.json.Encoder()
         self._file.truncate(_whole_bytes(path))
 
-    def note(
-        self,
-        event: Event,
-        *,
-        lease: str = "",
-        trajectory: str = "",
-        group: str = "",
-        member: int = -1,
-        task: int = -1,
-        incarnation: str = "",
-        reason: str = "",
-        version: int = -1,
-        age: int = -1,
-        num_tokens: int = -1,
-        cursor: int = -1,
-        weights: int = -1,
-    ) -> None:
+    def note(self, event: Event, **fields: Unpack[Fields]) -> None:
         """Write one entry."""
-        entry = Entry(
-            event=event,
-            time_s=time.time(),
-            lease=lease,
-            trajectory=trajectory,
-            group=group,
-            member=member,
-            task=task,
-            incarnation=incarnation,
-            reason=reason,
-            version=version,
-            age=age,
-            num_tokens=num_tokens,
-            cursor=cursor,
-            weights=weights,
-        )
+        entry = Entry(event, time.time(), **fields)
         self._file.write(self._encoder.encode(entry) + b"\n")
 
     def close(self) -> None:
