@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seed_async.topology import Topology
+from seed_async.user_files import read_user_text
 
 BUILT_IN_FOLDER = Path(__file__).parent / "skill_libraries"
 DEFAULT = "default"
-MAX_FILE_BYTES = 1 << 20
-"""A library is a page or two of text; anything larger is a wrong file."""
 MAX_SKILL_CHARACTERS = 4000
 """About a thousand tokens, in every prompt that the teacher reads."""
 _HEADING = re.compile(r"(#+)\s*(.*?)\s*#*$")
@@ -65,17 +64,7 @@ class SkillLibrary:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise SkillLibraryError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(raw) > MAX_FILE_BYTES:
-        raise SkillLibraryError(f"{path}: {len(raw)} bytes; a skill library is at most {MAX_FILE_BYTES}")
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        raise SkillLibraryError(f"{path}:{line}: not UTF-8 text (byte {error.start})") from error
+    return read_user_text(path, "skill library", SkillLibraryError, "utf-8-sig")
 
 
 def _task_type(line: str, where: str, started: bool) -> str | None:

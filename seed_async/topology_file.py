@@ -13,9 +13,7 @@ from yaml.composer import ComposerError
 
 from seed_async.skill_library import SkillLibraryError, library_of
 from seed_async.topology import Topology
-
-MAX_FILE_BYTES = 1 << 20
-"""A topology is a page of text; anything larger is a wrong file."""
+from seed_async.user_files import read_user_text
 
 KeyPath = tuple[str | int, ...]
 
@@ -79,17 +77,7 @@ def _substitute(text: str, where: str) -> str:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise TopologyError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(raw) > MAX_FILE_BYTES:
-        raise TopologyError(f"{path}: {len(raw)} bytes; a topology is at most {MAX_FILE_BYTES}")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        raise TopologyError(f"{path}:{line}: not UTF-8 text (byte {error.start})") from error
+    text = read_user_text(path, "topology", TopologyError)
     if not text.strip():
         raise TopologyError(f"{path}: the file is empty")
     return text

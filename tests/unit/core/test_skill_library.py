@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from seed_async.skill_library import (
     BUILT_IN_FOLDER,
-    MAX_FILE_BYTES,
     MAX_SKILL_CHARACTERS,
     SkillLibrary,
     SkillLibraryError,
@@ -19,6 +18,7 @@ from seed_async.skill_library import (
 )
 from seed_async.topology import TaskType
 from seed_async.topology_file import TopologyError, parse_topology
+from seed_async.user_files import MAX_FILE_BYTES
 from tests.fakes.episodes import small_topology
 
 LIBRARY = """# My skills

@@ -8,7 +8,8 @@ import pytest
 from seed_async.launcher import role_processes
 from seed_async.methods import IDLE_KEYS, METHODS_OF_KEY, MethodName
 from seed_async.topology import Topology
-from seed_async.topology_file import MAX_FILE_BYTES, TopologyError, dump_topology, load_topology, parse_topology
+from seed_async.topology_file import TopologyError, dump_topology, load_topology, parse_topology
+from seed_async.user_files import MAX_FILE_BYTES
 
 ROOT = Path(__file__).parents[3]
 MINIMAL = "model: {path: /models/tiny}\n"
