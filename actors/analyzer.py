@@ -33,7 +33,7 @@ def analysis_text(
 ) -> str | None:
     """The analyzer's user message for a trajectory, or None when it cannot be made to fit."""
     room = settings.max_context_tokens - settings.max_output_tokens
-    steps = [StepText(turn.observation, turn.response.strip(), turn.valid) for turn in trajectory.turns]
+    steps = [StepText(text.observation, text.response.strip(), text.valid) for text in trajectory.texts]
     return analysis_prompt(
         settings.prompt_style,
         trajectory.task,
@@ -163,7 +163,7 @@ class Analyzer:
             self._start(trajectory, self._engine.health().version)
             return
         output = self._tokenizer.decode(generation.token_ids)
-        skill = read_skill(output, len(trajectory.turns), job.version, self._max_step_skills)
+        skill = read_skill(output, len(trajectory.texts), job.version, self._max_step_skills)
         self._submit(trajectory.trajectory_id, skill, output, job.version, "" if skill else "unparsed")
 
     def _submit(self, trajectory_id: str, skill: Skill | None, output: str, version: int, reason: str) -> None:

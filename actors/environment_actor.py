@@ -129,7 +129,8 @@ class EnvironmentActor:
         self._count_episode(episode, time.time() - started_at_s)
 
     def _trajectory(self, lease: Lease, task_id: str, episode: Episode, started_at_s: float) -> Trajectory:
-        return Trajectory(
+        return Trajectory.of(
+            episode.turns,
             trajectory_id=f"{lease.lease_id}-{self._context.incarnation}",
             lease_id=lease.lease_id,
             group_id=lease.group_id,
@@ -141,7 +142,6 @@ class EnvironmentActor:
             task_type=episode.task_type,
             vocabulary=self._context.topology.env.vocabulary,
             task_line=episode.task_line,
-            turns=episode.turns,
             status=episode.status,
             episode_return=episode.episode_return,
             started_at_s=started_at_s,

@@ -8,6 +8,7 @@ whole with its reason; nothing is ever trained twice.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import count
 from typing import Literal
 
@@ -20,7 +21,7 @@ from seed_async.learner.selection_bias import SelectionBias
 from seed_async.learner.task_order import TaskOrder
 from seed_async.messages import AckStatus, Lease, Sample, Skill, SkillResult, Trajectory
 from seed_async.skill_library import SkillLibrary
-from seed_async.staleness import StalenessBound, token_versions
+from seed_async.staleness import StalenessBound
 from seed_async.topology import Topology
 
 Fate = Literal["trained", "stale", "stale_group", "failed_group", "unused"]
@@ -371,8 +372,8 @@ class GroupBuffer:
 
     def _seed(self, group: _Group, member: int) -> int:
         """The seed of a member's sampling: the same when a lease comes back, another when its episode has failed."""
-        place = (self._topology.run.seed, int(group.group_id[1:]), member, group.tries[member])
-        return int(np.random.SeedSequence(place).generate_state(1)[0])
+        place = f"{self._topology.run.seed} {group.group_id} {member} {group.tries[member]}"
+        return int.from_bytes(blake2b(place.encode(), digest_size=4).digest(), "little")
 
     def _open_group(self) -> bool:
         # Over the limit, as many groups as a batch needs may still be open: with fewer the learner would wait for ever.
@@ -407,7 +408,7 @@ class GroupBuffer:
             member=trajectory.member,
             incarnation=trajectory.incarnation,
             version=oldest,
-            num_tokens=sum(turn.response_ids.size for turn in trajectory.turns),
+            num_tokens=trajectory.response_ids.size,
         )
         if wanted:
             self._analysis_queue[trajectory.trajectory_id] = (trajectory.group_id, trajectory.member)
@@ -481,7 +482,7 @@ class GroupBuffer:
 
         The age of a trained trajectory counts from the oldest token that is trained; with none it has no age.
         """
-        versions = token_versions(sample.trajectory)
+        versions = sample.trajectory.versions
         young = versions[self._bound.admits_tokens(version, versions)]
         masked = versions.size - young.size
         self.counts["trained"] += 1
@@ -516,7 +517,7 @@ class GroupBuffer:
             self._trained_ages[age] += age != NO_AGE
         if fate != "unused":
             seconds = trajectory.ended_at_s - trajectory.started_at_s
-            num_tokens = token_versions(trajectory).size
+            num_tokens = trajectory.versions.size
             self._bias.add(seconds, num_tokens, trained.size, taken=fate == "trained")
         self._note(
             fate if fate in ("trained", "unused") else "dropped",

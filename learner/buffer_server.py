@@ -66,7 +66,7 @@ class BufferServer:
             int(config["vocab_size"]),
             self._record,
             library_of(context.topology),
-            self._journal.note,
+            self._journal.add,
             recovered,
         )
         self._records = context.run_dir.trajectories.open("ab")
@@ -98,30 +98,36 @@ class BufferServer:
             for request in self._server.poll(POLL_S):
                 self._held.append((now_s + HOLD_S, request))
             self._tick(now_s)
-            self._gate_closed = False
-            self._held = [
-                (deadline_s, request) for deadline_s, request in self._held if not self._answer(request, deadline_s)
-            ]
+            self._answer_held()
         self._buffer.close()
         self._records.close()
         self._journal.close()
         self._context.run_dir.counts.write_text(json.dumps(self._buffer.accounting(), indent=2) + "\n")
         self._server.close()
 
-    def _answer(self, request: Request, deadline_s: float) -> bool:
-        handler = self._handlers.get(type(request.message))
+    def _answer_held(self) -> None:
+        """Answer what can be answered: first all of it is in the journal, in one write, then the replies leave.
+
+        In one burst they also wake the sockets' thread once and not each for itself.
+        """
+        self._gate_closed = False
+        answers = [
+            (self._answer(request.message, deadline_s), deadline_s, request) for deadline_s, request in self._held
+        ]
+        self._journal.commit()
+        self._held = [(deadline_s, request) for answer, deadline_s, request in answers if answer is None]
+        for answer, _, request in answers:
+            if answer is not None:
+                request.reply(answer)
+
+    def _answer(self, message: Message, deadline_s: float) -> Message | None:
+        handler = self._handlers.get(type(message))
         if handler is None:
-            answer: Message | None = Ack(
-                status="refused", detail=f"the buffer does not take {type(request.message).__name__}"
-            )
-        else:
-            answer = handler(request.message)
+            return Ack(status="refused", detail=f"the buffer does not take {type(message).__name__}")
+        answer = handler(message)
         if answer is None and time.monotonic() > deadline_s:
-            answer = _EMPTY_ANSWERS[type(request.message)](request.message)
-        if answer is None:
-            return False
-        request.reply(answer)
-        return True
+            return _EMPTY_ANSWERS[type(message)](message)
+        return answer
 
     def _tick(self, now_s: float) -> None:
         if now_s - self._last_tick_s < TICK_INTERVAL_S:
@@ -188,7 +194,7 @@ class BufferServer:
 
     def _evaluation_done(self, message: EvaluationDone) -> Message:
         self._evaluated.add(message.version)
-        self._journal.note("evaluated", version=message.version)
+        self._journal.add("evaluated", version=message.version)
         return Ack()
 
     # Record and metrics -----------------------------------------------------------------------------------------
@@ -214,8 +220,8 @@ class BufferServer:
             "skill_version": sample.skill.version if sample.skill else None,
             "skill_reason": sample.skill_reason,
             "turns": [
-                {"observation": turn.observation, "response": turn.response, "valid": turn.valid}
-                for turn in trajectory.turns
+                {"observation": text.observation, "response": text.response, "valid": text.valid}
+                for text in trajectory.texts
             ],
         }
         self._records.write(self._encoder.encode(line) + b"\n")

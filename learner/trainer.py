@@ -220,7 +220,7 @@ class Learner:
             "age_max": max(ages, default=0),
             "reward_mean": float(np.mean([trajectory.episode_return for trajectory in trajectories])),
             "success": float(np.mean([trajectory.won for trajectory in trajectories])),
-            "turns_mean": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
+            "turns_mean": float(np.mean([len(trajectory.texts) for trajectory in trajectories])),
         }
         if self._topology.uses_skills:
             line["parse_rate"] = float(np.mean([sample.skill is not None for sample in batch.samples]))

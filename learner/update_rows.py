@@ -10,7 +10,7 @@ from seed_async.learner.algorithms.methods import Method, get_method
 from seed_async.learner.batch import LossConfig, UpdateBatch, UpdateTrajectory
 from seed_async.messages import Sample
 from seed_async.skill_library import SkillLibrary
-from seed_async.staleness import StalenessBound, token_versions
+from seed_async.staleness import StalenessBound
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Topology
 
@@ -84,7 +84,7 @@ def update_batch(
         masked["masked_tokens_stale"] = 0
     trajectories = []
     for sample in samples:
-        trajectory, versions = sample.trajectory, token_versions(sample.trajectory)
+        trajectory, versions = sample.trajectory, sample.trajectory.versions
         trained = bound.admits_tokens(version, versions) if masks else np.ones(versions.size, dtype=bool)
         if masks:
             masked["masked_tokens_stale"] += int((~trained).sum())
@@ -100,16 +100,16 @@ def update_batch(
             reason = sample.skill_reason or "no_skill"
             masked[f"masked_rows_{reason}"] += len(plain)
             masked[f"masked_tokens_{reason}"] += sum(row.turn_index.size for row in plain)
-        turns = trajectory.turns
+        texts = trajectory.texts
         trajectories.append(
             UpdateTrajectory(
                 plain=plain,
-                behaviour_logprob=np.concatenate([turn.behaviour_logprob for turn in turns]),
+                behaviour_logprob=trajectory.behaviour_logprob,
                 fresh=versions == version,
                 trained=trained,
-                invalid=np.array([not turn.parsed for turn in turns]),
+                invalid=np.array([not text.parsed for text in texts]),
                 observation_ids=np.array(
-                    [observation_ids.setdefault(turn.observation, len(observation_ids)) for turn in turns]
+                    [observation_ids.setdefault(text.observation, len(observation_ids)) for text in texts]
                 ),
                 episode_return=trajectory.episode_return * topology.loss.reward_scale,
                 group_id=trajectory.group_id,
@@ -125,7 +125,7 @@ def check_ages(samples: Sequence[Sample], batch: UpdateBatch, version: int, boun
     Raises StaleBatchError: the buffer broke its promise, or the mask is wrong.
     """
     for sample, rows in zip(samples, batch.trajectories, strict=True):
-        versions = token_versions(sample.trajectory)
+        versions = sample.trajectory.versions
         too_old = rows.trained & ~bound.admits_tokens(version, versions)
         if too_old.any():
             raise StaleBatchError(
@@ -137,6 +137,6 @@ def check_ages(samples: Sequence[Sample], batch: UpdateBatch, version: int, boun
 
 def trained_ages(samples: Sequence[Sample], version: int, bound: StalenessBound) -> list[int]:
     """The age of each trajectory by its oldest token that is trained; one with all its tokens masked has none."""
-    versions = [token_versions(sample.trajectory) for sample in samples]
+    versions = [sample.trajectory.versions for sample in samples]
     young = [each[bound.admits_tokens(version, each)] for each in versions]
     return [version - int(each.min()) for each in young if each.size]

@@ -78,7 +78,7 @@ class Fields(TypedDict, total=False):
 
 
 class Note(Protocol):
-    """Takes one entry: `Journal.note`, or what a test collects."""
+    """Takes one entry: `Journal.add`, `Journal.note`, or what a test collects."""
 
     def __call__(self, event: Event, **fields: Unpack[Fields]) -> None:
         """Record what happened; the fields are those of `Entry`."""
@@ -90,18 +90,29 @@ class JournalDamagedError(ValueError):
 
 
 class Journal:
-    """Appends entries, unbuffered: a kill costs at most the line being written."""
+    """Appends entries: a kill costs at most those that were added and not committed."""
 
     def __init__(self, path: Path) -> None:
         """Open `path` for appending; a last line cut by a kill is taken away."""
         self._file = path.open("ab", buffering=0)
         self._encoder = msgspec.json.Encoder()
+        self._added: list[bytes] = []
         self._file.truncate(_whole_bytes(path))
 
+    def add(self, event: Event, **fields: Unpack[Fields]) -> None:
+        """Add one entry to those that the next `commit` writes."""
+        self._added.append(self._encoder.encode(Entry(event, time.time(), **fields)))
+
+    def commit(self) -> None:
+        """Hand what was added to the operating system, in one write."""
+        if self._added:
+            self._file.write(b"\n".join([*self._added, b""]))
+            self._added.clear()
+
     def note(self, event: Event, **fields: Unpack[Fields]) -> None:
-        """Write one entry."""
-        entry = Entry(event, time.time(), **fields)
-        self._file.write(self._encoder.encode(entry) + b"\n")
+        """Add one entry and commit."""
+        self.add(event, **fields)
+        self.commit()
 
     def close(self) -> None:
         """Write the last entry and close."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seed_async.contexts import opening_prompt
-from seed_async.messages import Trajectory
+from seed_async.messages import Trajectory, Turn
 from seed_async.text import ChatTokenizer
 
 
@@ -45,9 +45,9 @@ def transcript_row(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray
 
 def contexts(trajectory: Trajectory) -> list[range]:
     """The turns of each context, in order; the first turn opens one in any case."""
-    turns = trajectory.turns
-    starts = [index for index, turn in enumerate(turns) if index == 0 or turn.opening]
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(turns)], strict=True)]
+    texts = trajectory.texts
+    starts = [index for index, text in enumerate(texts) if index == 0 or text.opening]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(texts)], strict=True)]
 
 
 def plain_rows(trajectory: Trajectory) -> tuple[TokenRow, ...]:
@@ -55,9 +55,9 @@ def plain_rows(trajectory: Trajectory) -> tuple[TokenRow, ...]:
 
     Together they hold each response token of each turn once, in the order of the turns.
     """
+    turns = trajectory.turns
     return tuple(
-        _context_row(trajectory, context, trajectory.turns[context.start].prompt_ids, context)
-        for context in contexts(trajectory)
+        _context_row(turns, context, turns[context.start].prompt_ids, context) for context in contexts(trajectory)
     )
 
 
@@ -75,6 +75,7 @@ def teacher_rows(
     turn alone. So each turn is scored in at most one row. A row longer than `max_tokens` is left out, never truncated,
     and counted. Step skills of turns that do not exist do nothing.
     """
+    turns = trajectory.turns
     kept: list[TokenRow] = []
     rows_left_out = tokens_left_out = 0
     for context in contexts(trajectory):
@@ -83,8 +84,8 @@ def teacher_rows(
         for skill, scored in [(episode_skill, rest), *skills]:
             if not scored:
                 continue
-            opening = opening_prompt(trajectory.turns, context.start, trajectory.task_line, tokenizer, skill)
-            row = _context_row(trajectory, range(context.start, scored[-1] + 1), opening, scored)
+            opening = opening_prompt(turns, context.start, trajectory.task_line, tokenizer, skill)
+            row = _context_row(turns, range(context.start, scored[-1] + 1), opening, scored)
             if row.token_ids.size > max_tokens:
                 rows_left_out, tokens_left_out = rows_left_out + 1, tokens_left_out + row.turn_index.size
             else:
@@ -92,12 +93,12 @@ def teacher_rows(
     return TeacherRows(tuple(kept), rows_left_out, tokens_left_out)
 
 
-def _context_row(trajectory: Trajectory, turns: range, opening: np.ndarray, scored: Sequence[int]) -> TokenRow:
+def _context_row(turns: Sequence[Turn], context: range, opening: np.ndarray, scored: Sequence[int]) -> TokenRow:
     """The turns of (the front of) a context after the prompt ids `opening`; only the turns `scored` are masked in."""
-    played = [trajectory.turns[turn] for turn in turns]
+    played = [turns[turn] for turn in context]
     prompts = [opening, *(turn.prompt_ids for turn in played[1:])]
     row = transcript_row(prompts, [turn.response_ids for turn in played])
-    turn_index = row.turn_index + np.int32(turns.start)
+    turn_index = row.turn_index + np.int32(context.start)
     wanted = np.isin(turn_index, np.asarray(scored))
     mask = row.response_mask.copy()
     mask[mask] = wanted

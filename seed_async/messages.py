@@ -4,14 +4,15 @@ Log-probs have one name each: `behaviour_logprob` sampled the token; `proximal_l
 `reference_logprob` and `skill_logprob` exist inside the learner only. Arrays travel as their own frames.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from seed_async.ports import FinishReason, RequestKind, Sampling
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 TrajectoryStatus = Literal["won", "lost", "truncated"]
 WeightsPhase = Literal["idle", "transfer", "verify", "resume"]
@@ -91,15 +92,13 @@ class EpisodeFailed(Message, frozen=True):
     reason: str
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One environment step of a trajectory.
+class TurnText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """The readable side of one environment step.
 
-    `prompt_ids` int32 [P] are the ids appended before the response, or the whole prompt where the turn opens a new
-    context; `opening` is then the text of its user message. It is empty where the turn continues the context of the
-    one before. `whole_chat`: the context opened holds all turns before as messages too, rendered anew (see
-    `contexts.opening_prompt`). `response_ids` int32 [T] are the sampled ids, `behaviour_logprob` float32 [T],
-    `versions` int32 [T]. `parsed`: one action was found in the response, an admissible one if the topology asks for
-    that; `valid`: the environment understood it as well.
+    `opening` is the text of the user message of a turn that opens a new context, and empty where the turn continues the
+    context of the one before. `whole_chat`: the context opened holds all turns before as messages too, rendered anew
+    (see `contexts.opening_prompt`). `parsed`: one action was found in the response, an admissible one if the topology
+    asks for that; `valid`: the environment understood it as well.
     """
 
     observation: str
@@ -109,6 +108,15 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     valid: bool
     opening: str = ""
     whole_chat: bool = False
+
+
+class Turn(TurnText, frozen=True, kw_only=True, gc=False):
+    """One environment step with its tokens.
+
+    `prompt_ids` int32 [P] are the ids appended before the response, or the whole prompt where the turn opens a context.
+    `response_ids` int32 [T] are the sampled ids, `behaviour_logprob` float32 [T], `versions` int32 [T].
+    """
+
     prompt_ids: np.ndarray
     response_ids: np.ndarray
     behaviour_logprob: np.ndarray
@@ -119,7 +127,9 @@ class Trajectory(Message, frozen=True, gc=False):
     """A finished episode, ids kept as sampled; its first turn opens a context, and so may later ones.
 
     `task_line` is the line of each opening message that holds the task: where a skill is inserted. `episode_return` is
-    the sum of unscaled rewards.
+    the sum of unscaled rewards. The tokens of all turns lie side by side in one array each, int32 `prompt_ids` [P],
+    int32 `response_ids`, float32 `behaviour_logprob` and int32 `versions` [R]: whoever passes trajectories on handles
+    four arrays and not four a turn. `prompt_lengths` and `response_lengths` cut them into `turns`.
     """
 
     trajectory_id: str
@@ -133,21 +143,60 @@ class Trajectory(Message, frozen=True, gc=False):
     task_type: str
     vocabulary: str
     task_line: str
-    turns: tuple[Turn, ...]
+    texts: tuple[TurnText, ...]
+    prompt_lengths: tuple[int, ...]
+    response_lengths: tuple[int, ...]
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    behaviour_logprob: np.ndarray
+    versions: np.ndarray
     status: TrajectoryStatus
     episode_return: float
     started_at_s: float
     ended_at_s: float
 
+    @classmethod
+    def of(cls, turns: Sequence[Turn], **fields: Any) -> "Trajectory":
+        """Return the trajectory of `turns`; `fields` are the others. Raises ValueError without a turn."""
+        return cls(
+            texts=tuple(
+                TurnText(**{name: getattr(turn, name) for name in TurnText.__struct_fields__}) for turn in turns
+            ),
+            prompt_lengths=tuple(turn.prompt_ids.size for turn in turns),
+            response_lengths=tuple(turn.response_ids.size for turn in turns),
+            prompt_ids=np.concatenate([turn.prompt_ids for turn in turns]),
+            response_ids=np.concatenate([turn.response_ids for turn in turns]),
+            behaviour_logprob=np.concatenate([turn.behaviour_logprob for turn in turns]),
+            versions=np.concatenate([turn.versions for turn in turns]),
+            **fields,
+        )
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns, their arrays as views; made anew at each call. The buffer has seen to it that the lengths fit."""
+        prompts = np.split(self.prompt_ids, np.cumsum(self.prompt_lengths)[:-1])
+        ends = np.cumsum(self.response_lengths)[:-1]
+        columns = (np.split(column, ends) for column in (self.response_ids, self.behaviour_logprob, self.versions))
+        return tuple(
+            Turn(
+                **{name: getattr(text, name) for name in TurnText.__struct_fields__},
+                prompt_ids=prompt,
+                response_ids=response,
+                behaviour_logprob=logprob,
+                versions=versions,
+            )
+            for text, prompt, response, logprob, versions in zip(self.texts, prompts, *columns, strict=True)
+        )
+
     @property
     def oldest_version(self) -> int:
         """The version of the oldest sampled token: what the trajectory's age counts from."""
-        return int(np.concatenate([turn.versions for turn in self.turns]).min())
+        return int(self.versions.min())
 
     @property
     def newest_version(self) -> int:
         """The version of the newest sampled token."""
-        return int(np.concatenate([turn.versions for turn in self.turns]).max())
+        return int(self.versions.max())
 
     @property
     def won(self) -> bool:

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seed_async.messages import Trajectory
-
 
 class StalenessBound(NamedTuple):
     """Bound K on the age of a trained token, and the admission gate that keeps waste small.
@@ -63,8 +61,3 @@ class StalenessBound(NamedTuple):
         """
         left = tuple(left)
         return self.num_late(left, version + 1) <= self.num_late((*taken, *left), version)
-
-
-def token_versions(trajectory: Trajectory) -> np.ndarray:
-    """The version that sampled each response token of a trajectory, in order; int32 [R]."""
-    return np.concatenate([turn.versions for turn in trajectory.turns])

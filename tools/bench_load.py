@@ -71,21 +71,28 @@ def make_turns() -> tuple[Turn, ...]:
     )
 
 
+def lease_fields(lease: Lease, actor: str) -> dict[str, str | int]:
+    """Return the fields in which the trajectories of this load differ."""
+    return {
+        "trajectory_id": f"{lease.lease_id}-{actor}",
+        "lease_id": lease.lease_id,
+        "group_id": lease.group_id,
+        "member": lease.member,
+        "actor": actor,
+        "incarnation": actor,
+        "task_id": f"train/{lease.task_index}",
+    }
+
+
 def make_trajectory(lease: Lease, actor: str, turns: tuple[Turn, ...]) -> Trajectory:
     """Return what an actor sends for a lease."""
-    return Trajectory(
-        trajectory_id=f"{lease.lease_id}-{actor}",
-        lease_id=lease.lease_id,
-        group_id=lease.group_id,
-        member=lease.member,
-        actor=actor,
-        incarnation=actor,
-        task_id=f"train/{lease.task_index}",
+    return Trajectory.of(
+        turns,
+        **lease_fields(lease, actor),
         task="find the mug.",
         task_type="find",
         vocabulary="move",
         task_line="Task: find the mug.",
-        turns=turns,
         status="won",
         episode_return=1.0,
         started_at_s=1.0,

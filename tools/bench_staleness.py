@@ -18,7 +18,6 @@ import numpy as np
 
 from seed_async.learner.buffer import Fate, GroupBuffer
 from seed_async.messages import Lease, Sample, Trajectory, Turn
-from seed_async.staleness import token_versions
 from seed_async.topology import Topology
 
 TOKENS_A_MEAN_EPISODE: Final = 32
@@ -124,7 +123,8 @@ def _trajectory(lease: Lease, started_s: float, seconds: float, published_s: Seq
         behaviour_logprob=np.zeros(num_tokens, dtype=np.float32),
         versions=versions,
     )
-    return Trajectory(
+    return Trajectory.of(
+        (turn,),
         trajectory_id=lease.lease_id,
         lease_id=lease.lease_id,
         group_id=lease.group_id,
@@ -136,7 +136,6 @@ def _trajectory(lease: Lease, started_s: float, seconds: float, published_s: Seq
         task_type="",
         vocabulary="",
         task_line="",
-        turns=(turn,),
         status="won",
         episode_return=1.0,
         started_at_s=started_s,
@@ -191,7 +190,7 @@ class Simulation:
     def _note_fate(self, sample: Sample, fate: Fate, version: int, age: int) -> None:
         """Add up the tokens that the loss would read, and the playing time that those and the others stand for."""
         trajectory = sample.trajectory
-        ages = version - token_versions(trajectory)
+        ages = version - trajectory.versions
         young = ages[ages <= self._max_staleness] if fate == "trained" else ages[:0]
         seconds = trajectory.ended_at_s - trajectory.started_at_s
         self._outcome.ages.update(young.tolist())

@@ -39,6 +39,7 @@ from seed_async.tools.bench_load import (
     Figures,
     Measure,
     hello,
+    lease_fields,
     make_topology,
     make_trajectory,
     make_turns,
@@ -65,21 +66,15 @@ class Encoder:
     """Encodes trajectories that differ in their lease only: one process does the work of 256 actors here."""
 
     def __init__(self, turns: tuple[Turn, ...]) -> None:
-        """Keep the array frame, and where each array lies in it."""
-        self._turns = turns
-        self._arrays = bytes(encode(make_trajectory(ANY_LEASE, "", turns))[1])
-        self._refs: list[tuple[int, str, tuple[int, ...]]] = []
-        offset = 0
-        for turn in turns:
-            for array in (turn.prompt_ids, turn.response_ids, turn.behaviour_logprob, turn.versions):
-                self._refs.append((offset, array.dtype.str, array.shape))
-                offset += array.nbytes
+        """Keep the array frame, and each field of the body as its bytes."""
+        body, self._arrays = map(bytes, encode(make_trajectory(ANY_LEASE, "", turns)))
+        self._fields = {
+            name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in msgspec.msgpack.decode(body).items()
+        }
 
     def frames(self, lease: Lease, actor: str) -> list[bytes]:
         """Return the frames of a trajectory, as `codec.encode` would."""
-        refs = iter(self._refs)
-        body = msgspec.msgpack.encode(make_trajectory(lease, actor, self._turns), enc_hook=lambda _: next(refs))
-        return [body, self._arrays]
+        return [msgspec.msgpack.encode(self._fields | lease_fields(lease, actor)), self._arrays]
 
 
 class Actor:

@@ -159,7 +159,8 @@ class Server:
     def _receive(self) -> list[Request]:
         requests: list[Request] = []
         num_bytes = 0
-        for count, (identity, *frames) in enumerate(receive_waiting(self._socket), start=1):
+        for count, (sender, *frames) in enumerate(receive_waiting(self._socket), start=1):
+            identity = bytes(sender)
             try:
                 requests.extend(self._accept(identity, frames))
             except MalformedMessageError as error:
@@ -169,7 +170,7 @@ class Server:
                 break
         return requests
 
-    def _accept(self, identity: bytes, frames: list[bytes]) -> list[Request]:
+    def _accept(self, identity: bytes, frames: list[Buffer]) -> list[Request]:
         """Return the request if it is to be handled. Raises MalformedMessageError."""
         header = read_header(frames, "request")
         sequence = header.sequence

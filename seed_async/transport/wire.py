@@ -58,7 +58,7 @@ def header_frame(kind: Literal["request", "reply"], sequence: int, oldest: int =
     return msgspec.msgpack.encode(Header(PROTOCOL_VERSION, kind, sequence, oldest))
 
 
-def read_header(frames: Sequence[bytes], kind: Literal["request", "reply"]) -> Header:
+def read_header(frames: Sequence[Buffer], kind: Literal["request", "reply"]) -> Header:
     """Return the header of a received message. Raises MalformedMessageError.
 
     The version comes first and is checked first: other versions may have another header.
@@ -77,7 +77,7 @@ def read_header(frames: Sequence[bytes], kind: Literal["request", "reply"]) -> H
 _HEADERS = msgspec.msgpack.Decoder(Header)
 
 
-def _bad_header(frames: Sequence[bytes]) -> MalformedMessageError:
+def _bad_header(frames: Sequence[Buffer]) -> MalformedMessageError:
     try:
         fields = msgspec.msgpack.decode(frames[0], type=list[Any]) if frames else []
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -101,25 +101,36 @@ def check_size(frames: Sequence[Buffer], message: Message, max_message_bytes: in
         raise MessageTooLargeError(f"{type(message).__name__} of {num_bytes} bytes; the limit is {max_message_bytes}")
 
 
-def receive_waiting(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
-    """Yield every message that has arrived; never waits."""
+def receive_waiting(socket: "zmq.Socket[bytes]") -> Iterator[list[Buffer]]:
+    """Yield the frames of every message that has arrived, large ones without a copy; never waits."""
     while True:
         try:
-            yield socket.recv_multipart(zmq.NOBLOCK)
+            frame = socket.recv(_NOW, copy=False)
         except zmq.Again:
             return
+        frames = [_content(frame)]
+        while frame.more:
+            frame = socket.recv(_NOW, copy=False)
+            frames.append(_content(frame))
+        yield frames
 
 
-_SEND_NOW = int(zmq.NOBLOCK)
+def _content(frame: zmq.Frame) -> Buffer:
+    """A frame's bytes. ZeroMQ keeps small frames in a block with others, which a view would hold on to: copied."""
+    return frame.bytes if len(frame) < _VIEWED_BYTES else frame.buffer
+
+
+_VIEWED_BYTES = 16 * 1024  # above the 8 KiB that ZeroMQ reads at once
+# `recv_multipart` and `send_multipart` make pyzmq's enums anew for each frame, which costs more than the transfer.
+_NOW = int(zmq.NOBLOCK)
 _SEND_MORE_NOW = int(zmq.NOBLOCK | zmq.SNDMORE)
-# `send_multipart` combines pyzmq's flag enums anew for each frame, which costs more than the sending.
 
 
 def send_now(socket: "zmq.Socket[bytes]", frames: Sequence[Buffer]) -> None:
     """Send one message without waiting. Raises zmq.Again when its pipe is full; then nothing was sent."""
     for frame in frames[:-1]:
         socket.send(frame, _SEND_MORE_NOW)
-    socket.send(frames[-1], _SEND_NOW)
+    socket.send(frames[-1], _NOW)
 
 
 def wait_ms(seconds: float) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from seed_async.messages import Lease, Skill, SkillResult, Trajectory, TrajectoryStatus, Turn
@@ -65,13 +66,14 @@ def make_trajectory(
         "task_type": "find",
         "vocabulary": "move",
         "task_line": "Task: find the mug.",
-        "turns": tuple(turns) if turns is not None else (make_turn([version, version], opening=OPENING),),
         "status": status,
         "episode_return": 1.0,
         "started_at_s": 1.0,
         "ended_at_s": 2.0,
     }
-    return Trajectory(**(fields | changes))
+    if turns is None:
+        turns = (make_turn([version, version], opening=OPENING),)
+    return msgspec.structs.replace(Trajectory.of(turns, **fields), **changes)
 
 
 def make_lease(number: int = 0, group: str = "g0", member: int = 0) -> Lease:

@@ -42,7 +42,8 @@ GROUPS = ("g0", "g0", "g1", "g1")
 
 def trajectory(number: int, episode: Episode, task_id: str) -> Trajectory:
     """The message that an actor would send; returns differ inside a group, so that advantages are not zero."""
-    return Trajectory(
+    return Trajectory.of(
+        episode.turns,
         trajectory_id=f"t{number}",
         lease_id=f"l{number}",
         group_id=GROUPS[number],
@@ -54,7 +55,6 @@ def trajectory(number: int, episode: Episode, task_id: str) -> Trajectory:
         task_type=episode.task_type,
         vocabulary="move",
         task_line=episode.task_line,
-        turns=episode.turns,
         status=episode.status,
         episode_return=float(number % 2),
         started_at_s=0.0,

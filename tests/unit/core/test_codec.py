@@ -27,7 +27,8 @@ def make_turn(num_tokens: int) -> Turn:
 
 
 def make_trajectory(num_turns: int = 3, num_tokens: int = 5) -> Trajectory:
-    return Trajectory(
+    return Trajectory.of(
+        [make_turn(num_tokens) for _ in range(num_turns)],
         trajectory_id="t",
         lease_id="l",
         group_id="g",
@@ -39,7 +40,6 @@ def make_trajectory(num_turns: int = 3, num_tokens: int = 5) -> Trajectory:
         task_type="look",
         vocabulary="small",
         task_line="l",
-        turns=tuple(make_turn(num_tokens) for _ in range(num_turns)),
         status="won",
         episode_return=1.0,
         started_at_s=1.0,

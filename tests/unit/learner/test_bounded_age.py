@@ -14,7 +14,7 @@ from seed_async.learner.buffer import Fate, GroupBuffer
 from seed_async.learner.recovery import recover
 from seed_async.learner.update_rows import StaleBatchError, check_ages, trained_ages, update_batch
 from seed_async.messages import Lease, Sample, Trajectory
-from seed_async.staleness import StalenessBound, token_versions
+from seed_async.staleness import StalenessBound
 from seed_async.tools.audit import replay
 from seed_async.topology import Staleness, Topology
 from tests.fakes.chat import tiny_chat
@@ -62,7 +62,7 @@ def assert_young(samples: tuple[Sample, ...], version: int, topology: Topology) 
     batch, masked = rows_of(samples, version, topology)
     left_out = 0
     for sample, rows in zip(samples, batch.trajectories, strict=True):
-        ages = version - token_versions(sample.trajectory)
+        ages = version - sample.trajectory.versions
         assert np.array_equal(rows.trained, ages <= topology.staleness.max)
         left_out += int((~rows.trained).sum())
     assert masked.get("masked_tokens_stale", 0) == left_out

@@ -246,8 +246,8 @@ def test_tokens_of_the_version_that_is_being_published_are_accepted() -> None:
 
 
 def damaged(lease: Lease, **changes: Any) -> Trajectory:
-    """A trajectory whose one turn has other arrays."""
-    return make_trajectory(lease, "a1", [replace(make_turn([0, 0]), **changes)])
+    """A trajectory of one turn, with other arrays or lengths."""
+    return make_trajectory(lease, "a1", [make_turn([0, 0])], **changes)
 
 
 @pytest.mark.parametrize(
@@ -263,9 +263,14 @@ def damaged(lease: Lease, **changes: Any) -> Trajectory:
         ({"response_ids": np.zeros((2, 1), np.int32)}, "type or shape"),
         ({"response_ids": np.zeros(2, np.float32)}, "type or shape"),
         ({"response_ids": np.array([5, VOCABULARY_SIZE], np.int32)}, "vocabulary"),
-        ({"prompt_ids": np.array([-1, 2], np.int32)}, "vocabulary"),
-        ({"prompt_ids": np.array([], np.int32)}, "before the first response"),
-        ({"whole_chat": True}, "without opening"),
+        ({"response_ids": np.array([5, -1], np.int32)}, "vocabulary"),
+        ({"prompt_ids": np.array([-1, 2, 3], np.int32)}, "vocabulary"),
+        ({"prompt_ids": np.array([], np.int32), "prompt_lengths": (0,)}, "before the first response"),
+        ({"prompt_ids": np.array([], np.int32)}, "do not add up"),
+        ({"prompt_lengths": (2,)}, "do not add up"),
+        ({"response_lengths": (1,)}, "lengths"),
+        ({"prompt_lengths": (3, 0), "response_lengths": (1, 1)}, "no turns"),
+        ({"texts": make_trajectory(make_lease(), "a1", [make_turn([0], whole_chat=True)]).texts}, "without opening"),
         ({"versions": np.array([0, 7], np.int32)}, "future"),
         ({"versions": np.array([-1, 0], np.int32)}, "future"),
     ],
@@ -296,7 +301,7 @@ def test_a_later_turn_may_open_a_context_but_not_without_a_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"turns": ()}, {"episode_return": float("nan")}, {"member": 1}, {"group_id": "g7"}, {"group_id": "g1"}]
+    "changes", [{"texts": ()}, {"episode_return": float("nan")}, {"member": 1}, {"group_id": "g7"}, {"group_id": "g1"}]
 )
 def test_a_trajectory_that_contradicts_its_lease_is_refused(changes: dict[str, Any]) -> None:
     """It must not end the buffer or take another member's place."""
