@@ -7,6 +7,7 @@ import numpy as np
 from seed_async.layouts import TokenRow
 from seed_async.learner.algorithms.advantage import Statistics
 from seed_async.learner.algorithms.terms import Gate
+from seed_async.learner.scoring import ComputeDtype
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class LossConfig:
     max_grad_norm: float = 1.0
     token_budget: int = 16384
     """Tokens of a packed micro-batch; bounds memory, never changes the result."""
+    compute_dtype: ComputeDtype = "float32"
     mini_batch_trajectories: int | None = None
     """Trajectories an optimizer step; None takes the whole batch at once."""
 

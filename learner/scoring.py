@@ -2,32 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from seed_async.learner.packed_attention import ATTENTION_NAME, register_packed_attention
+from seed_async.learner.packing import MaskedRow, PackedRow, pack, plan_micro_batches
 
 # Architectures whose logits are lm_head(hidden) and nothing else (no soft cap, no scale), checked against a plain
 # forward pass in the tests.
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+TEXT_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+# Of these only the language model is used, on rows of text: images in a row are not supported.
+VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # Logits that exist at once, in elements: 128 MiB in float32. More rows than fit are projected chunk by chunk.
 MAX_LOGIT_ELEMENTS = 1 << 25
 
-
-class MaskedRow(Protocol):
-    """What scoring reads of a training row; `layouts.TokenRow` is one."""
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        """Token ids, int [T]."""
-
-    @property
-    def response_mask(self) -> np.ndarray:
-        """True on response tokens, bool [T]."""
+ComputeDtype = Literal["float32", "bfloat16"]
+"""What layers compute in. Weights, log-probs, gradients and optimizer state are float32 with either."""
 
 
 class Scores(NamedTuple):
@@ -40,87 +33,80 @@ class Scores(NamedTuple):
     entropy: torch.Tensor
 
 
-class _PackedRow(NamedTuple):
-    """`input_ids` and `position_ids` [1, T], `predictors` [R] the positions whose output predicts `targets` [R]."""
+def load_policy(path: str | Path, *, activation_checkpointing: bool = False) -> PreTrainedModel:
+    """Load a Hugging Face folder from the local disk in float32 with packed attention, without dropout.
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    predictors: torch.Tensor
-    targets: torch.Tensor
-    cu_seqlens: torch.Tensor
-    lengths: tuple[int, ...]
-
-
-def load_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a Hugging Face folder from the local disk with packed attention; transformers returns it without dropout."""
+    `activation_checkpointing` keeps one hidden state a layer for backward and computes the rest again. Raises
+    ValueError for an architecture that was not checked.
+    """
     register_packed_attention()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, local_files_only=True, dtype=dtype, attn_implementation=ATTENTION_NAME
+    model_type = AutoConfig.from_pretrained(path, local_files_only=True).model_type
+    if model_type not in TEXT_MODEL_TYPES + VISION_MODEL_TYPES:
+        known = ", ".join(TEXT_MODEL_TYPES + VISION_MODEL_TYPES)
+        raise ValueError(f"model type {model_type!r} is not one of {known}")
+    loader = AutoModelForImageTextToText if model_type in VISION_MODEL_TYPES else AutoModelForCausalLM
+    model: PreTrainedModel = loader.from_pretrained(
+        path, local_files_only=True, dtype=torch.float32, attn_implementation=ATTENTION_NAME
     )
-    if model.config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"model type {model.config.model_type!r} is not one of {', '.join(SUPPORTED_MODEL_TYPES)}")
+    if activation_checkpointing:
+        use_activation_checkpointing(model)
     return model
 
 
-def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[range]:
-    """Cut a list of rows, in order, into runs of at most `token_budget` tokens; a longer row goes alone."""
-    if token_budget < 1:
-        raise ValueError(f"token_budget must be at least 1, not {token_budget}")
-    plan, start, used = [], 0, 0
-    for index, length in enumerate(lengths):
-        if index > start and used + length > token_budget:
-            plan.append(range(start, index))
-            start, used = index, 0
-        used += length
-    if len(lengths) > start:
-        plan.append(range(start, len(lengths)))
-    return plan
+def use_activation_checkpointing(model: PreTrainedModel) -> None:
+    """Compute each layer again in backward instead of keeping what it computed.
+
+    transformers does it in training mode only, which must then not differ otherwise: raises ValueError for dropout.
+    """
+    text = model.config.get_text_config()
+    rates = {name: value for name, value in text.to_dict().items() if "dropout" in name and value}
+    if rates:
+        raise ValueError(f"activation checkpointing needs a model without dropout, not {rates}")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
 
 
-def score(model: PreTrainedModel, rows: Sequence[MaskedRow], *, temperature: float, token_budget: int) -> Scores:
+def max_context_tokens(model: PreTrainedModel) -> int:
+    """The longest row that the model was made for."""
+    return int(model.config.get_text_config().max_position_embeddings)
+
+
+def score(
+    model: PreTrainedModel,
+    rows: Sequence[MaskedRow],
+    *,
+    temperature: float,
+    token_budget: int,
+    compute_dtype: ComputeDtype = "float32",
+) -> Scores:
     """Score the response tokens of `rows` under the present weights of `model`.
 
     logprob_t = log softmax(z_{t-1} / temperature)[id_t], entropy_t = H(softmax(z_{t-1} / temperature)), z the logits;
-    the log-softmax is taken in float32 or better. Rows are packed in order up to `token_budget` tokens. Gradients
+    the log-softmax is taken in float32 or better. Rows are packed in order up to `token_budget` tokens, and a prefix
+    that several rows of a micro-batch share is computed once. Gradients
     follow torch's grad mode: under `torch.no_grad()` this is plain scoring; with gradients the graphs of all
     micro-batches live until backward, so a trainer calls it with one micro-batch at a time.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     device = next(model.parameters()).device
-    plan = plan_micro_batches([len(row.token_ids) for row in rows], token_budget)
-    parts = [_score_packed(model, _pack([rows[i] for i in micro], device), temperature) for micro in plan]
+    plan = plan_micro_batches(rows, token_budget)
+    parts = [_score_packed(model, pack([rows[i] for i in micro], device), temperature, compute_dtype) for micro in plan]
     if not parts:
         return Scores(torch.empty(0, device=device), torch.empty(0, device=device))
     return Scores(torch.cat([part.logprob for part in parts]), torch.cat([part.entropy for part in parts]))
 
 
-def _pack(rows: Sequence[MaskedRow], device: torch.device) -> _PackedRow:
-    """Lay rows side by side; positions restart at 0 for each."""
-    for row in rows:
-        if len(row.token_ids) != len(row.response_mask) or not len(row.token_ids):
-            raise ValueError(f"{len(row.token_ids)} token ids with a mask of {len(row.response_mask)}")
-        if row.response_mask[0]:
-            raise ValueError("the first token of a row cannot be a response token: nothing predicts it")
-    lengths = tuple(len(row.token_ids) for row in rows)
-    ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
-    response = np.flatnonzero(np.concatenate([row.response_mask for row in rows]))
-    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
-    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    arrays = (ids[None], positions[None], response - 1, ids[response], bounds)
-    tensors = [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
-    return _PackedRow(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], lengths)
-
-
-def _score_packed(model: PreTrainedModel, row: _PackedRow, temperature: float) -> Scores:
+def _score_packed(model: PreTrainedModel, row: PackedRow, temperature: float, compute_dtype: ComputeDtype) -> Scores:
     """Run the base model over the packed row, and the vocabulary projection at the predicting positions only."""
-    output = model.base_model(
-        input_ids=row.input_ids,
-        position_ids=row.position_ids,
-        use_cache=False,
-        cu_seqlens=row.cu_seqlens,
-        lengths=row.lengths,
-    )
+    half = compute_dtype == "bfloat16"
+    with torch.autocast(row.input_ids.device.type, dtype=torch.bfloat16, enabled=half):
+        output = model.base_model(
+            input_ids=row.input_ids,
+            position_ids=row.position_ids,
+            use_cache=False,
+            packed_layout=row.layout,
+        )
     hidden = output.last_hidden_state[0].index_select(0, row.predictors)
     head = _output_head(model)
     chunk_rows = max(1, MAX_LOGIT_ELEMENTS // head.weight.shape[0])

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from seed_async.layouts import transcript_row
 from seed_async.learner.algorithms.terms import NonFiniteError
 from seed_async.learner.export import export_policy
-from seed_async.learner.scoring import load_policy, plan_micro_batches, score
+from seed_async.learner.packing import plan_micro_batches
+from seed_async.learner.scoring import load_policy, max_context_tokens, score
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Stage1, Topology
 
@@ -97,7 +98,7 @@ def _loss_sums(
     model: PreTrainedModel, rows: Sequence[ChatRow], token_budget: int, prompt_weight: float
 ) -> Iterator[torch.Tensor]:
     """Yield the weighted sum of negative log-probs of each micro-batch, so that one graph lives at a time."""
-    for micro in plan_micro_batches([row.token_ids.size for row in rows], token_budget):
+    for micro in plan_micro_batches(rows, token_budget):
         batch = [rows[index] for index in micro]
         weights = [row.weights(prompt_weight) for row in batch]
         scored = [row._replace(response_mask=weight > 0) for row, weight in zip(batch, weights, strict=True)]
@@ -134,7 +135,7 @@ def train(topology: Topology, model_dir: Path, data: Path, out: Path) -> None:
     torch.manual_seed(topology.run.seed)
     tokenizer = ChatTokenizer.load(model_dir)
     model = load_policy(model_dir)
-    rows = load_rows(data, tokenizer, int(model.config.max_position_embeddings))
+    rows = load_rows(data, tokenizer, max_context_tokens(model))
     rng = np.random.default_rng([topology.run.seed, 2])
     order = rng.permutation(len(rows))
     num_validation = max(1, round(settings.validation_share * len(rows)))

@@ -21,7 +21,8 @@ from seed_async.learner.algorithms.losses import (
 from seed_async.learner.algorithms.methods import get_method
 from seed_async.learner.algorithms.terms import NonFiniteError, require_finite
 from seed_async.learner.batch import LossConfig, UpdateBatch
-from seed_async.learner.scoring import plan_micro_batches, score
+from seed_async.learner.packing import plan_micro_batches
+from seed_async.learner.scoring import score
 from seed_async.learner.targets import (
     Clock,
     Denominators,
@@ -90,13 +91,17 @@ def accumulate_gradients(
     rows = [row for index in mini for row in batch.trajectories[index].plain]
     ends = targets.offsets[mini.start] + np.cumsum([0] + [len(row.turn_index) for row in rows])
     losses, proximals = [], []
-    for micro in plan_micro_batches([len(row.token_ids) for row in rows], config.token_budget):
+    for micro in plan_micro_batches(rows, config.token_budget):
         part = slice(int(ends[micro.start]), int(ends[micro.stop]))
         if not targets.response_mask[part].any():
             proximals.append(targets.behaviour[part])
             continue
         scores = score(
-            policy, rows[micro.start : micro.stop], temperature=config.temperature, token_budget=config.token_budget
+            policy,
+            rows[micro.start : micro.stop],
+            temperature=config.temperature,
+            token_budget=config.token_budget,
+            compute_dtype=config.compute_dtype,
         )
         loss = _loss_of_part(scores.logprob, scores.entropy, targets, part, config, totals)
         require_finite("loss", loss.total.detach())

@@ -1,6 +1,6 @@
 """What stays fixed during an update, for every response token: advantages, and log-probs under fixed weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
@@ -50,6 +50,13 @@ class TokenAdvantages(NamedTuple):
     metrics: dict[str, float]
 
 
+class _Contexts(NamedTuple):
+    """Log-probs of the response tokens of the plain rows [R] and of the skill rows [S]; None where not scored."""
+
+    plain: torch.Tensor | None
+    skill: torch.Tensor | None
+
+
 class Clock:
     """Seconds spent in each named phase."""
 
@@ -86,36 +93,29 @@ def score_targets(
     offsets = tuple(int(offset) for offset in np.concatenate([[0], np.cumsum(lengths)]))
     advantages = token_advantages(batch, config)
     advantage = torch.from_numpy(advantages.advantage).to(device)
-    skill_rows = [row for trajectory in trajectories for row in trajectory.skill] if method.has_teacher else []
     skill_mask = torch.zeros(offsets[-1], dtype=torch.bool, device=device)
     if config.kl_coef > 0 and reference is None:
         raise ValueError(f"kl_coef {config.kl_coef} needs a reference model")
 
-    def logprobs(model: PreTrainedModel, rows: list[TokenRow]) -> torch.Tensor:
-        return score(model, rows, temperature=config.temperature, token_budget=config.token_budget).logprob
-
-    proximal = reference_logprob = skill = None
-    with torch.no_grad():
-        if with_proximal:
-            with clock.phase("score_proximal"):
-                proximal = logprobs(policy, plain)
-        if reference is not None and config.kl_coef > 0:
-            with clock.phase("score_reference"):
-                reference_logprob = logprobs(reference, plain)
-        if skill_rows:
-            with clock.phase("score_skill"):
-                scored = logprobs(policy, skill_rows)
-                places = [t.skill_positions + start for t, start in zip(trajectories, offsets[:-1], strict=True)]
-                at = torch.from_numpy(np.concatenate(places)).to(device)
-                skill = torch.zeros_like(advantage, dtype=scored.dtype).index_copy(0, at, scored)
-                skill_mask[at] = True
+    reference_logprob = None
+    if reference is not None and config.kl_coef > 0:
+        with clock.phase("score_reference"):
+            reference_logprob = _logprobs(reference, plain, config)
+    with clock.phase("score_contexts"):
+        contexts = _score_contexts(batch, config, policy, with_plain=with_proximal, with_skill=method.has_teacher)
+    skill = None
+    if contexts.skill is not None:
+        places = [t.skill_positions + start for t, start in zip(trajectories, offsets[:-1], strict=True)]
+        at = torch.from_numpy(np.concatenate(places)).to(device)
+        skill = torch.zeros_like(advantage, dtype=contexts.skill.dtype).index_copy(0, at, contexts.skill)
+        skill_mask[at] = True
     behaviour = np.concatenate([trajectory.behaviour_logprob for trajectory in trajectories]).astype(np.float32)
     behaviour_logprob = torch.from_numpy(behaviour).to(device)
     require_finite("behaviour_logprob", behaviour_logprob)
     return TokenTargets(
         advantage=advantage,
         behaviour=behaviour_logprob,
-        proximal=proximal,
+        proximal=contexts.plain,
         reference=reference_logprob,
         skill=skill,
         skill_mask=skill_mask,
@@ -123,6 +123,36 @@ def score_targets(
         offsets=offsets,
         group_metrics=advantages.metrics,
     )
+
+
+@torch.no_grad()
+def _logprobs(model: PreTrainedModel, rows: Sequence[TokenRow], config: LossConfig) -> torch.Tensor:
+    """Log-probs of the response tokens of the rows, float32 [R]."""
+    return score(
+        model,
+        rows,
+        temperature=config.temperature,
+        token_budget=config.token_budget,
+        compute_dtype=config.compute_dtype,
+    ).logprob
+
+
+def _score_contexts(
+    batch: UpdateBatch, config: LossConfig, policy: PreTrainedModel, *, with_plain: bool, with_skill: bool
+) -> _Contexts:
+    """Score both contexts of each trajectory side by side, in one stream of rows: what they share is computed once."""
+    rows: list[TokenRow] = []
+    of_skill: list[bool] = []
+    for trajectory in batch.trajectories:
+        plain = trajectory.plain if with_plain else ()
+        skill = trajectory.skill if with_skill else ()
+        rows += [*plain, *skill]
+        of_skill += [False] * len(plain) + [True] * len(skill)
+    if not rows:
+        return _Contexts(None, None)
+    scored = _logprobs(policy, rows, config)
+    mask = torch.from_numpy(np.repeat(of_skill, [len(row.turn_index) for row in rows])).to(scored.device)
+    return _Contexts(scored[~mask] if with_plain else None, scored[mask] if any(of_skill) else None)
 
 
 def token_advantages(batch: UpdateBatch, config: LossConfig) -> TokenAdvantages:

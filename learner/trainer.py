@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from seed_async.journal import Journal, read_journal
 from seed_async.learner.checkpoint import CheckpointWriter, newest_checkpoint, restore, take_snapshot
 from seed_async.learner.export import export_policy
-from seed_async.learner.scoring import load_policy
+from seed_async.learner.scoring import load_policy, max_context_tokens
 from seed_async.learner.step import update
 from seed_async.learner.update_rows import check_ages, loss_config, trained_ages, update_batch
 from seed_async.messages import Batch, BatchRequest, Finished, Message, RunFinished
@@ -67,7 +67,8 @@ class Learner:
         self._bound = StalenessBound(topology.staleness.max, topology.rollout.groups_per_update)
         checkpoint = run_dir.initial_model(topology)
         self._tokenizer = ChatTokenizer.load(checkpoint)
-        self._policy = load_policy(checkpoint)
+        recompute = topology.roles.learner.activation_checkpointing
+        self._policy = load_policy(checkpoint, activation_checkpointing=recompute)
         self._reference = load_policy(checkpoint).requires_grad_(False) if topology.loss.kl_coef > 0 else None
         for model in filter(None, (self._policy, self._reference)):
             model.base_model.register_forward_hook(lambda *_: context.pulse.beat())  # each micro-batch is a turn
@@ -180,7 +181,7 @@ class Learner:
                 version,
                 self._tokenizer,
                 self._topology,
-                self._policy.config.max_position_embeddings,
+                max_context_tokens(self._policy),
                 self._library,
             )
             check_ages(batch.samples, rows, version, self._bound)

@@ -44,6 +44,7 @@ def loss_config(topology: Topology) -> LossConfig:
         temperature=topology.rollout.temperature,
         max_grad_norm=optimizer.max_grad_norm,
         token_budget=optimizer.token_budget,
+        compute_dtype=topology.roles.learner.dtype,
         mini_batch_trajectories=optimizer.mini_batch_trajectories,
     )
 

@@ -294,6 +294,12 @@ class Learner(Section):
 
     ranks: Literal[1] = 1
     threads: Positive = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the layers compute in. `bfloat16` is faster on a CPU or GPU that has it, and moves the log-probs away from
+    those of a float32 policy server. Weights, log-probs, gradients and optimizer state are float32 with either."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping what it computed: a fraction of the memory for
+    about a third more time."""
 
 
 class Evaluation(Section):

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seed_async.learner import scoring
-from seed_async.learner.packed_attention import packed_attention
-from seed_async.learner.scoring import load_policy, plan_micro_batches, score
+from seed_async.learner.packed_attention import PackedLayout, packed_attention
+from seed_async.learner.packing import plan_micro_batches
+from seed_async.learner.scoring import load_policy, score
 from tests.reference.plain_update import plain_logprobs
 from tests.unit.learner.builders import FAMILIES, gradients, packed, random_row, tiny_model
 
@@ -85,15 +86,6 @@ def test_the_projection_in_chunks_gives_the_same_scores_and_gradients(monkeypatc
     assert (gradients(chunked) - gradients(whole)).norm() <= 1e-5 * gradients(whole).norm()
 
 
-@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 80))
-def test_micro_batches_cover_the_rows_in_order_within_the_budget(lengths, budget) -> None:
-    """Only a row that is longer than the budget exceeds it, alone."""
-    plan = plan_micro_batches(lengths, budget)
-    assert [index for micro in plan for index in micro] == list(range(len(lengths)))
-    assert all(len(micro) == 1 or sum(lengths[i] for i in micro) <= budget for micro in plan)
-    assert all(len(micro) for micro in plan)
-
-
 def test_a_saved_folder_is_loaded_with_packed_attention(tmp_path) -> None:
     """From the local disk, in float32."""
     model, rows = tiny_model("qwen3"), rows_of(4)
@@ -141,8 +133,9 @@ def test_torch_still_takes_the_arguments_that_the_cuda_kernel_passes() -> None:
 def test_packed_attention_refuses_calls_that_it_would_get_wrong() -> None:
     """No bounds, a mask, several rows, a sliding window shorter than a sequence."""
     q, module = torch.zeros(1, 2, 6, 4), torch.nn.Identity()
-    bounds = {"cu_seqlens": torch.tensor([0, 6]), "lengths": (6,)}
-    with pytest.raises(ValueError, match="cu_seqlens"):
+    ends = torch.tensor([0, 6])
+    bounds = {"packed_layout": PackedLayout((6,), (6,), ends, ends, None)}
+    with pytest.raises(ValueError, match="packed_layout"):
         packed_attention(module, q, q, q, None)
     with pytest.raises(ValueError, match="one row"):
         packed_attention(module, q, q, q, torch.zeros(1, 1, 6, 6), **bounds)

@@ -162,7 +162,7 @@ def test_mini_batches_take_one_step_each_and_clip_only_after_the_first() -> None
     metrics = update(batch, config, policy, packed(tiny_model(seed=1)), torch.optim.SGD(policy.parameters(), lr=0.5))
     assert metrics["optimizer_steps"] == 3
     assert metrics["clip_fraction"] > 0
-    assert metrics["seconds_score_proximal"] > 0
+    assert metrics["seconds_score_contexts"] > 0
 
 
 def test_an_update_moves_the_policy_by_the_clipped_gradient_and_leaves_the_reference() -> None:
@@ -208,7 +208,7 @@ def test_metrics_count_tokens_and_time_each_phase() -> None:
     assert metrics["opd_active_tokens"] == sum(len(t.fresh) for t in with_skill)
     assert metrics["skill_trajectories"] == len(with_skill)
     phases = {name.removeprefix("seconds_") for name in metrics if name.startswith("seconds_")}
-    assert phases == {"score_skill", "score_reference", "forward_backward", "optimizer"}
+    assert phases == {"score_contexts", "score_reference", "forward_backward", "optimizer"}
 
 
 def test_equal_rewards_leave_the_kl_entropy_and_distillation_terms() -> None:
