@@ -126,11 +126,12 @@ class UpdateTrajectory:
 
 @dataclass(frozen=True, eq=False)
 class UpdateBatch:
-    """Whole groups of trajectories; an update never sees part of a group."""
+    """Whole groups of trajectories; an update never sees part of a group. `share`: what one rank has of a batch."""
 
     trajectories: tuple[UpdateTrajectory, ...]
+    share: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a batch that nobody can have sampled. One with all its tokens too old is allowed: it has no loss."""
-        if not any(len(trajectory.fresh) for trajectory in self.trajectories):
+        if not self.share and not any(len(trajectory.fresh) for trajectory in self.trajectories):
             raise ValueError(f"{len(self.trajectories)} trajectories without any response token")

@@ -115,7 +115,9 @@ def pack(rows: Sequence[MaskedRow], device: torch.device) -> PackedRow:
 
     Raises ValueError for a row that cannot be scored.
     """
-    tree, places, positions, new_lengths = _PrefixTree(), [], [], []
+    tree = _PrefixTree()
+    places: list[np.ndarray] = []
+    positions, new_lengths = [], []
     start = 0
     for index, row in enumerate(rows):
         _check(row)

@@ -1,9 +1,11 @@
 """Log-probs and entropies of response tokens, scored over packed rows; with or without gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -19,8 +21,18 @@ VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # Logits that exist at once, in elements: 128 MiB in float32. More rows than fit are projected chunk by chunk.
 MAX_LOGIT_ELEMENTS = 1 << 25
 
+SCORE_METHOD = "score_packed"
+"""The method by which a sharded model (see `ranks`) runs `score_packed`, so that it gathers its shards for it."""
+
 ComputeDtype = Literal["float32", "bfloat16"]
 """What layers compute in. Weights, log-probs, gradients and optimizer state are float32 with either."""
+
+
+class IdleRow(NamedTuple):
+    """The shortest row that can be scored: what a rank without rows of its own runs a sharded model on."""
+
+    token_ids: np.ndarray = np.zeros(2, dtype=np.int32)
+    response_mask: np.ndarray = np.array([False, True])
 
 
 class Scores(NamedTuple):
@@ -78,26 +90,34 @@ def score(
     temperature: float,
     token_budget: int,
     compute_dtype: ComputeDtype = "float32",
+    most: Callable[[int], int] = int,
 ) -> Scores:
     """Score the response tokens of `rows` under the present weights of `model`.
 
     logprob_t = log softmax(z_{t-1} / temperature)[id_t], entropy_t = H(softmax(z_{t-1} / temperature)), z the logits;
     the log-softmax is taken in float32 or better. Rows are packed in order up to `token_budget` tokens, and a prefix
-    that several rows of a micro-batch share is computed once. Gradients
-    follow torch's grad mode: under `torch.no_grad()` this is plain scoring; with gradients the graphs of all
-    micro-batches live until backward, so a trainer calls it with one micro-batch at a time.
+    that several rows of a micro-batch share is computed once. Gradients follow torch's grad mode: under
+    `torch.no_grad()` this is plain scoring; with gradients the graphs of all micro-batches live until backward, so a
+    trainer calls it with one micro-batch at a time.
+
+    The ranks of a sharded model must run it equally often: `most` turns this rank's number of micro-batches into the
+    largest of any rank, and the difference is made up by idle passes.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     device = next(model.parameters()).device
     plan = plan_micro_batches(rows, token_budget)
-    parts = [_score_packed(model, pack([rows[i] for i in micro], device), temperature, compute_dtype) for micro in plan]
+    forward = getattr(model, SCORE_METHOD, partial(score_packed, model))
+    num_idle = most(len(plan)) - len(plan)
+    parts = [forward(pack([rows[i] for i in micro], device), temperature, compute_dtype) for micro in plan]
+    for _ in range(num_idle):
+        forward(pack([IdleRow()], device), temperature, compute_dtype)
     if not parts:
         return Scores(torch.empty(0, device=device), torch.empty(0, device=device))
     return Scores(torch.cat([part.logprob for part in parts]), torch.cat([part.entropy for part in parts]))
 
 
-def _score_packed(model: PreTrainedModel, row: PackedRow, temperature: float, compute_dtype: ComputeDtype) -> Scores:
+def score_packed(model: PreTrainedModel, row: PackedRow, temperature: float, compute_dtype: ComputeDtype) -> Scores:
     """Run the base model over the packed row, and the vocabulary projection at the predicting positions only."""
     half = compute_dtype == "bfloat16"
     with torch.autocast(row.input_ids.device.type, dtype=torch.bfloat16, enabled=half):
@@ -129,5 +149,5 @@ def _project(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor,
     logits = head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_probs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
-    chosen = log_probs.gather(1, targets[:, None])[:, 0]
+    chosen = log_probs.gather(1, targets[:, None]).sum(dim=1)  # of one; no view, whose backward FSDP would lose
     return Scores(chosen, -(log_probs.exp() * log_probs).sum(dim=-1))

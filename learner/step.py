@@ -4,6 +4,8 @@ Consumes an `UpdateBatch` of whole groups; produces new weights in the policy mo
 stops at the first non-finite loss or gradient by raising `NonFiniteError`, before the weights are touched by it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from seed_async.learner.algorithms.losses import (
+    MetricSums,
     SeedLoss,
     TokenLogprobs,
     add_sums,
@@ -22,7 +25,9 @@ from seed_async.learner.algorithms.methods import get_method
 from seed_async.learner.algorithms.terms import NonFiniteError, require_finite
 from seed_async.learner.batch import LossConfig, UpdateBatch
 from seed_async.learner.packing import plan_micro_batches
-from seed_async.learner.scoring import score
+from seed_async.learner.ranks import Ranks
+from seed_async.learner.scoring import IdleRow, score
+from seed_async.learner.shares import share_of
 from seed_async.learner.targets import (
     Clock,
     Denominators,
@@ -39,39 +44,60 @@ def update(
     policy: PreTrainedModel,
     reference: PreTrainedModel | None,
     optimizer: torch.optim.Optimizer,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """One epoch over the batch: score, accumulate gradients, clip, step. Returns the metrics.
+
+    With several `ranks`, each calls it with the same batch and its shards of the models; each does its share of the
+    trajectories, and denominators, gradients and metrics are those of all.
 
     With a single mini-batch no optimizer step separates the proximal from the current weights, so that
     current.detach() *is* the proximal log-prob: rho is exactly 1, and the scoring pass is left out. With several
     mini-batches the proximal log-probs are scored once, before the first step. A batch with all its tokens too old
     leaves the weights as they are and has 0 optimizer steps.
     """
-    clock = Clock()
+    clock, ranks = Clock(), ranks or Ranks()
     trajectories = batch.trajectories
     size = config.mini_batch_trajectories or len(trajectories)
     runs = [range(start, min(start + size, len(trajectories))) for start in range(0, len(trajectories), size)]
     # A mini-batch without a token to train has no loss, and gets no optimizer step.
     mini_batches = [run for run in runs if any(trajectories[index].trained.any() for index in run)]
+    advantages = token_advantages(batch, config)
     if not mini_batches:
-        return _metrics(batch, [], [], [], clock) | token_advantages(batch, config).metrics
-    targets = score_targets(batch, config, policy, reference, clock, with_proximal=len(mini_batches) > 1)
+        return _metrics(batch, [], [], [], clock, ranks) | advantages.metrics
+    share = share_of(batch, mini_batches, advantages, ranks.rank, ranks.size)
+    most = partial(_most, ranks)
+    targets = score_targets(
+        share.batch,
+        config,
+        policy,
+        reference,
+        clock,
+        with_proximal=len(mini_batches) > 1,
+        advantages=share.advantages,
+        most=most,
+    )
     parts: list[SeedLoss] = []
     gaps: list[torch.Tensor] = []
     norms: list[float] = []
-    for mini in mini_batches:
+    for mini in share.mini_batches:
         optimizer.zero_grad(set_to_none=True)
+        totals = Denominators(*ranks.total(torch.tensor(denominators(targets, mini))).tolist())
         with clock.phase("forward_backward"):
-            losses, proximal = accumulate_gradients(batch, mini, targets, config, policy, denominators(targets, mini))
+            losses, proximal = accumulate_gradients(share.batch, mini, targets, config, policy, totals, most)
         with clock.phase("optimizer"):
-            norms.append(_clip_gradients(policy, config.max_grad_norm))
+            norms.append(_clip_gradients(policy, config.max_grad_norm, ranks))
             optimizer.step()
         parts += losses
         behaviour = targets.behaviour[targets.offsets[mini.start] : targets.offsets[mini.stop]]
-        fresh = np.concatenate([trajectories[index].fresh for index in mini])
+        fresh = np.concatenate([np.empty(0, bool), *(share.batch.trajectories[index].fresh for index in mini)])
         gaps.append((proximal - behaviour).abs()[torch.from_numpy(fresh).to(behaviour.device)])
     optimizer.zero_grad(set_to_none=True)
-    return _metrics(batch, parts, gaps, norms, clock) | targets.group_metrics
+    return _metrics(batch, parts, gaps, norms, clock, ranks) | advantages.metrics
+
+
+def _most(ranks: Ranks, count: int) -> int:
+    return int(ranks.most(torch.tensor(count)))
 
 
 def accumulate_gradients(
@@ -81,18 +107,23 @@ def accumulate_gradients(
     config: LossConfig,
     policy: PreTrainedModel,
     totals: Denominators,
+    most: Callable[[int], int] = int,
 ) -> tuple[list[SeedLoss], torch.Tensor]:
     """Add the gradient of the joint loss over the trajectories `mini` to the policy's gradients.
 
     One packed micro-batch at a time, its graph freed by its backward. `totals` count the whole optimizer batch, so the
     micro-batches' losses add up to its loss, or to this rank's share. One without a token to train is left out. Returns
-    the losses, and the proximal log-probs [R], which where nothing was scored are those of the behaviour.
+    the losses, and the proximal log-probs [R], which where nothing was scored are those of the behaviour. `most`: see
+    `scoring.score`; idle passes add nothing to any gradient.
     """
     rows = [row for index in mini for row in batch.trajectories[index].plain]
     ends = targets.offsets[mini.start] + np.cumsum([0] + [len(row.turn_index) for row in rows])
-    losses, proximals = [], []
-    for micro in plan_micro_batches(rows, config.token_budget):
-        part = slice(int(ends[micro.start]), int(ends[micro.stop]))
+    plan = plan_micro_batches(rows, config.token_budget)
+    parts = [slice(int(ends[micro.start]), int(ends[micro.stop])) for micro in plan]
+    num_passes = sum(bool(targets.response_mask[part].any()) for part in parts)
+    num_idle = most(num_passes) - num_passes
+    losses, proximals = [], [targets.behaviour[:0]]
+    for micro, part in zip(plan, parts, strict=True):
         if not targets.response_mask[part].any():
             proximals.append(targets.behaviour[part])
             continue
@@ -108,6 +139,9 @@ def accumulate_gradients(
         loss.total.backward()  # type: ignore[no-untyped-call]
         losses.append(loss._replace(total=loss.total.detach()))
         proximals.append(scores.logprob.detach() if targets.proximal is None else targets.proximal[part])
+    for _ in range(num_idle):
+        idle = score(policy, [IdleRow()], temperature=config.temperature, token_budget=config.token_budget)
+        (0.0 * idle.logprob.sum()).backward()  # type: ignore[no-untyped-call]
     return losses, torch.cat(proximals)
 
 
@@ -154,9 +188,9 @@ def _loss_of_part(
     )
 
 
-def _clip_gradients(policy: PreTrainedModel, max_norm: float) -> float:
+def _clip_gradients(policy: PreTrainedModel, max_norm: float, ranks: Ranks) -> float:
     """Scale the gradients down to `max_norm`; returns the norm before, refuses one that is not finite."""
-    norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm))
+    norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)))
     if not np.isfinite(norm):
         raise NonFiniteError(f"the gradient norm is {norm}; the weights are unchanged")
     return norm
@@ -168,18 +202,25 @@ def _metrics(
     gaps: list[torch.Tensor],
     norms: list[float],
     clock: Clock,
+    ranks: Ranks,
 ) -> dict[str, float]:
-    """Every metric of the update as a plain float; losses are means over its optimizer steps.
+    """Every metric of the update as a plain float, over all ranks; losses are means over its optimizer steps.
 
     Without a step everything is 0. `sampler_gap_*`, |proximal - behaviour| on fresh tokens (`gaps`, a part a step), is
     left out when no token is fresh.
     """
-    tensors: dict[str, Any] = metrics_from_sums(add_sums([part.sums for part in parts]) if parts else no_sums())
+    own = add_sums([part.sums for part in parts]) if parts else no_sums()
+    added = ranks.total(torch.stack([value.double().cpu() for value in own]))
+    sums = MetricSums(*added)._replace(weight_max=ranks.most(own.weight_max.cpu()))
+    tensors: dict[str, Any] = dict(metrics_from_sums(sums))
     for name in ("total", "policy", "entropy", "kl", "distillation"):
-        tensors[f"loss_{name}"] = sum((getattr(part, name) for part in parts), torch.zeros(())) / max(len(norms), 1)
-    fresh = torch.cat(gaps) if gaps else torch.zeros(0)
-    if fresh.numel():
-        tensors |= {"sampler_gap_mean": fresh.mean(), "sampler_gap_max": fresh.max()}
+        loss = sum((getattr(part, name).double().cpu() for part in parts), torch.zeros((), dtype=torch.float64))
+        tensors[f"loss_{name}"] = ranks.total(loss) / max(len(norms), 1)
+    fresh = torch.cat([torch.zeros(0), *(gap.cpu() for gap in gaps)])
+    num_fresh = int(ranks.total(torch.tensor(fresh.numel())))
+    if num_fresh:
+        tensors["sampler_gap_mean"] = ranks.total(fresh.double().sum()) / num_fresh
+        tensors["sampler_gap_max"] = ranks.most(fresh.max() if fresh.numel() else torch.zeros(()))
     metrics = {name: float(value) for name, value in tensors.items()}
     metrics |= {f"seconds_{name}": seconds for name, seconds in clock.seconds.items()}
     trajectories = batch.trajectories

@@ -1,6 +1,6 @@
 """What stays fixed during an update, for every response token: advantages, and log-probs under fixed weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
@@ -57,6 +57,19 @@ class _Contexts(NamedTuple):
     skill: torch.Tensor | None
 
 
+class _ContextRows(NamedTuple):
+    """Rows of both contexts; `of_skill` bool [rows] says which are of the skill context."""
+
+    rows: list[TokenRow]
+    of_skill: np.ndarray
+    with_plain: bool
+
+    def split(self, scored: torch.Tensor) -> _Contexts:
+        """Tell the log-probs of the rows' response tokens apart."""
+        mask = torch.from_numpy(np.repeat(self.of_skill, [len(row.turn_index) for row in self.rows])).to(scored.device)
+        return _Contexts(scored[~mask] if self.with_plain else None, scored[mask] if self.of_skill.any() else None)
+
+
 class Clock:
     """Seconds spent in each named phase."""
 
@@ -80,10 +93,13 @@ def score_targets(
     clock: Clock | None = None,
     *,
     with_proximal: bool = True,
+    advantages: TokenAdvantages | None = None,
+    most: Callable[[int], int] = int,
 ) -> TokenTargets:
     """Advantages, and every log-prob that needs no gradient.
 
-    The skill context is scored by the live weights before the first step, with the same code as the plain one.
+    The skill context is scored by the live weights before the first step, with the same code as the plain one. Where
+    `batch` is the share of a rank, `advantages` are its part of what the whole batch gave; `most`: see `score`.
     """
     method, clock = get_method(config.method), clock or Clock()
     trajectories = batch.trajectories
@@ -91,7 +107,7 @@ def score_targets(
     plain = [row for trajectory in trajectories for row in trajectory.plain]
     lengths = [len(trajectory.fresh) for trajectory in trajectories]
     offsets = tuple(int(offset) for offset in np.concatenate([[0], np.cumsum(lengths)]))
-    advantages = token_advantages(batch, config)
+    advantages = advantages or token_advantages(batch, config)
     advantage = torch.from_numpy(advantages.advantage).to(device)
     skill_mask = torch.zeros(offsets[-1], dtype=torch.bool, device=device)
     if config.kl_coef > 0 and reference is None:
@@ -100,16 +116,17 @@ def score_targets(
     reference_logprob = None
     if reference is not None and config.kl_coef > 0:
         with clock.phase("score_reference"):
-            reference_logprob = _logprobs(reference, plain, config)
+            reference_logprob = _logprobs(reference, plain, config, most)
     with clock.phase("score_contexts"):
-        contexts = _score_contexts(batch, config, policy, with_plain=with_proximal, with_skill=method.has_teacher)
+        rows = _context_rows(batch, with_plain=with_proximal, with_skill=method.has_teacher)
+        contexts = rows.split(_logprobs(policy, rows.rows, config, most))
     skill = None
     if contexts.skill is not None:
         places = [t.skill_positions + start for t, start in zip(trajectories, offsets[:-1], strict=True)]
         at = torch.from_numpy(np.concatenate(places)).to(device)
         skill = torch.zeros_like(advantage, dtype=contexts.skill.dtype).index_copy(0, at, contexts.skill)
         skill_mask[at] = True
-    behaviour = np.concatenate([trajectory.behaviour_logprob for trajectory in trajectories]).astype(np.float32)
+    behaviour = _joined([trajectory.behaviour_logprob for trajectory in trajectories], np.float32)
     behaviour_logprob = torch.from_numpy(behaviour).to(device)
     require_finite("behaviour_logprob", behaviour_logprob)
     return TokenTargets(
@@ -119,14 +136,18 @@ def score_targets(
         reference=reference_logprob,
         skill=skill,
         skill_mask=skill_mask,
-        response_mask=torch.from_numpy(np.concatenate([trajectory.trained for trajectory in trajectories])).to(device),
+        response_mask=torch.from_numpy(_joined([trajectory.trained for trajectory in trajectories], np.bool_)).to(
+            device
+        ),
         offsets=offsets,
         group_metrics=advantages.metrics,
     )
 
 
 @torch.no_grad()
-def _logprobs(model: PreTrainedModel, rows: Sequence[TokenRow], config: LossConfig) -> torch.Tensor:
+def _logprobs(
+    model: PreTrainedModel, rows: Sequence[TokenRow], config: LossConfig, most: Callable[[int], int]
+) -> torch.Tensor:
     """Log-probs of the response tokens of the rows, float32 [R]."""
     return score(
         model,
@@ -134,13 +155,12 @@ def _logprobs(model: PreTrainedModel, rows: Sequence[TokenRow], config: LossConf
         temperature=config.temperature,
         token_budget=config.token_budget,
         compute_dtype=config.compute_dtype,
+        most=most,
     ).logprob
 
 
-def _score_contexts(
-    batch: UpdateBatch, config: LossConfig, policy: PreTrainedModel, *, with_plain: bool, with_skill: bool
-) -> _Contexts:
-    """Score both contexts of each trajectory side by side, in one stream of rows: what they share is computed once."""
+def _context_rows(batch: UpdateBatch, *, with_plain: bool, with_skill: bool) -> _ContextRows:
+    """Both contexts of each trajectory side by side, in one stream of rows: what they share is computed once."""
     rows: list[TokenRow] = []
     of_skill: list[bool] = []
     for trajectory in batch.trajectories:
@@ -148,11 +168,13 @@ def _score_contexts(
         skill = trajectory.skill if with_skill else ()
         rows += [*plain, *skill]
         of_skill += [False] * len(plain) + [True] * len(skill)
-    if not rows:
-        return _Contexts(None, None)
-    scored = _logprobs(policy, rows, config)
-    mask = torch.from_numpy(np.repeat(of_skill, [len(row.turn_index) for row in rows])).to(scored.device)
-    return _Contexts(scored[~mask] if with_plain else None, scored[mask] if any(of_skill) else None)
+    return _ContextRows(rows, np.array(of_skill, dtype=bool), with_plain)
+
+
+def _joined(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    """All arrays in one, of which there may be none."""
+    joined: np.ndarray = np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+    return joined
 
 
 def token_advantages(batch: UpdateBatch, config: LossConfig) -> TokenAdvantages:
