@@ -82,6 +82,7 @@ class Analyzer:
             max_context_tokens=topology.analysis.max_context_tokens,
             version=first_version(topology),
         )
+        context.pulse.step()
         self._weights: WeightReceiver | None = None
         if topology.pins_analyzer:
             context.metrics.gauge("policy_version").set(first_version(topology))

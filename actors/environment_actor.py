@@ -44,6 +44,7 @@ class EnvironmentActor:
         topology, run_dir = context.topology, context.run_dir
         self._context = context
         self._suite = open_suite(topology.env)
+        context.pulse.step()
         self._tasks = tuple(self._suite.tasks(topology.env.split))
         self._buffer = context.connect_async(run_dir.buffer_endpoint(topology), "buffer-0")
         servers = [

@@ -32,6 +32,7 @@ class EvaluationActor:
         topology, run_dir = context.topology, context.run_dir
         self._context, self._settings = context, settings
         self._suite = open_suite(topology.env)
+        context.pulse.step()
         self._panel = choose_panel(self._suite.tasks(settings.split), settings.games)
         self._buffer = context.connect_async(run_dir.buffer_endpoint(topology), "buffer-0")
         servers = [

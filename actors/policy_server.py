@@ -39,6 +39,7 @@ class PolicyServer:
             max_context_tokens=topology.rollout.max_context_tokens + MAX_CONTEXT_SLACK_TOKENS,
             version=-1,
         )
+        context.pulse.step()
         self._weights = open_receiver(context, "policy")
         self._flip: FlipGate[Update] = FlipGate(topology.weights.in_flight, topology.weights.finish_timeout_s)
         self._open: dict[str, Request] = {}

@@ -29,10 +29,6 @@ from seed_async.topology import Optimizer
 from seed_async.transport import TransportTimeoutError
 from seed_async.weights import open_publisher
 
-JOIN_TIMEOUT_S = 180.0
-"""A policy server that starts, or starts again, loads torch and the model first: a minute on a busy laptop."""
-BUFFER_TIMEOUT_S = 120.0
-"""The buffer answers within seconds, one that starts again within half a minute."""
 PULSE_INTERVAL_S = 1.0
 
 
@@ -69,7 +65,9 @@ class Learner:
         self._tokenizer = ChatTokenizer.load(checkpoint)
         recompute = topology.roles.learner.activation_checkpointing
         self._policy = load_policy(checkpoint, activation_checkpointing=recompute)
+        context.pulse.step()
         self._reference = load_policy(checkpoint).requires_grad_(False) if topology.loss.kl_coef > 0 else None
+        context.pulse.step()
         for model in filter(None, (self._policy, self._reference)):
             model.base_model.register_forward_hook(lambda *_: context.pulse.beat())  # each micro-batch is a turn
         self._optimizer = torch.optim.AdamW(
@@ -125,6 +123,7 @@ class Learner:
             restore(folder, self._policy, self._optimizer)
             weights, self._training_s = manifest.version, manifest.training_s
             self._saved = weights
+            self._context.pulse.step()
         published = newest_published(self._context.run_dir.trained)
         version = weights if weights >= published else published + 1
         if published >= 0:
@@ -165,13 +164,14 @@ class Learner:
 
     def _ask(self, message: Message) -> Message:
         """Ask the buffer; this loop goes on turning meanwhile. Raises TransportTimeoutError."""
-        sequence, deadline_s = self._buffer.submit(message), time.monotonic() + BUFFER_TIMEOUT_S
+        timeout_s = self._topology.supervision.replacement_timeout_s
+        sequence, deadline_s = self._buffer.submit(message), time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             self._context.pulse.beat()
             for number, reply in self._buffer.poll(PULSE_INTERVAL_S):
                 if number == sequence:
                     return reply
-        raise TransportTimeoutError(f"no reply of the buffer to {type(message).__name__} in {BUFFER_TIMEOUT_S:.0f} s")
+        raise TransportTimeoutError(f"no reply of the buffer to {type(message).__name__} in {timeout_s:.0f} s")
 
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
         started_s = time.monotonic()
@@ -204,8 +204,9 @@ class Learner:
         with self._context.timeline.span("publish", version):
             self._publisher.publish(version, numpy_weights(self._policy))
             replicas = self._topology.roles.policy.replicas
+            timeout_s = self._topology.supervision.replacement_timeout_s
             for name in self._publisher.wait_acknowledged(
-                version, "policy", replicas, JOIN_TIMEOUT_S, self._context.stop, self._context.pulse.beat
+                version, "policy", replicas, timeout_s, self._context.stop, self._context.pulse.beat
             ):
                 self._context.metrics.counter("weight_receivers_evicted_total").inc()
                 self._context.log.warning("weight receiver given up", receiver=name, version=version)

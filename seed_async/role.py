@@ -57,7 +57,8 @@ STOP_INTERVAL_S = 0.1
 class RoleContext:
     """What a role's main loop is given. `stop` is set by SIGTERM: leave the loop, clean up, return.
 
-    Each turn of the loop beats the `pulse`; a loop that stops beating is killed (`supervision.hang_timeout_s`).
+    Each turn of the loop beats the `pulse`; a loop that stops beating is killed (`supervision.hang_timeout_s`). Before
+    the first turn each part of the start that may take long ends with `pulse.step()` (`supervision.start_timeout_s`).
     """
 
     role: str
@@ -175,7 +176,9 @@ def main() -> None:
     )
     context.log.info("started", pid=os.getpid(), incarnation=context.incarnation)
     try:
-        importlib.import_module(ROLE_MODULES[arguments.role]).run(context)
+        module = importlib.import_module(ROLE_MODULES[arguments.role])
+        context.pulse.step()
+        module.run(context)
     finally:
         timeline.close()
     context.log.info("ended")

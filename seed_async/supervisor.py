@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from seed_async.pulse import PulseWatch
+from seed_async.pulse import PulseWatch, Silence
 from seed_async.role import LAUNCHER_PIPE
 from seed_async.rundir import RunDir
 from seed_async.topology import Supervision
@@ -174,8 +174,8 @@ class Supervisor:
         for each in self._roles:
             if each.process is not None and each.process.poll() is not None:
                 self._ended(each, each.process)
-            elif each.process is not None and each.pulse.silent_s() > self._settings.hang_timeout_s:
-                self._on_event(f"{each.name} hangs: no turn of its main loop for {each.pulse.silent_s():.0f} s; killed")
+            elif each.process is not None and (fault := self._hang(each.pulse.silence())):
+                self._on_event(f"{each.name} {fault}; killed")
                 kill_group(each.process)
                 each.pulse.restart()  # said once; the next look finds the process dead
             elif each.process is None and not each.done and time.monotonic() >= each.restart_at_s:
@@ -205,6 +205,14 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         """Return the process id of each running role process."""
         return {each.name: each.process.pid for each in self._roles if each.process is not None}
+
+    def _hang(self, silence: Silence) -> str:
+        """Say what is wrong with a process that was silent for too long; nothing when it was not."""
+        if silence.starting and silence.seconds > self._settings.start_timeout_s:
+            return f"hangs while it starts: no step of its start for {silence.seconds:.0f} s"
+        if not silence.starting and silence.seconds > self._settings.hang_timeout_s:
+            return f"hangs: no turn of its main loop for {silence.seconds:.0f} s"
+        return ""
 
     def _spawn(self, each: _Role) -> None:
         each.pulse.restart()

@@ -392,9 +392,18 @@ class Supervision(Section):
     hang_timeout_s: Seconds = 60.0
     """A process whose main loop has not turned for this long is killed, and then treated like one that died. The
     learner's loop turns once a micro-batch: keep it above the longest of them."""
+    start_timeout_s: Seconds = 240.0
+    """The same before its first turn, for each part of the start: importing torch, loading a model, reading a journal.
+    Generous because processes that start together share the cores: a model may take minutes on a busy laptop."""
     backoff_max_s: Seconds = 32.0
     stop_timeout_s: Seconds = 30.0
     """Time between SIGTERM and SIGKILL at the end."""
+
+    @property
+    def replacement_timeout_s(self) -> float:
+        """How long others wait for a process that hangs, is killed, and has a successor:
+        max(hang_timeout_s, start_timeout_s) + backoff_max_s + start_timeout_s."""
+        return max(self.hang_timeout_s, self.start_timeout_s) + self.backoff_max_s + self.start_timeout_s
 
 
 class Topology(Section):

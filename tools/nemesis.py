@@ -26,6 +26,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from seed_async.pulse import read_counts
 from seed_async.role import NEMESIS
 from seed_async.rundir import RunDir
 from seed_async.supervisor import role_command
@@ -75,10 +76,7 @@ class Nemesis:
 
     def beats(self, role: str) -> int:
         """Return how often the role's main loop has turned, 0 while it starts."""
-        try:
-            return int.from_bytes(self.run_dir.pulse(role).read_bytes(), "little")
-        except FileNotFoundError:
-            return 0
+        return read_counts(self.run_dir.pulse(role))[0]
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> float | None:
         """Return the seconds until `condition` held, None when it never did. Raises NoRunError when the run ends."""
