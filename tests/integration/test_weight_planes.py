@@ -17,11 +17,10 @@ from seed_async.weights import WeightPublisher
 from tests.fakes.weight_receiver import DEADLINES
 from tests.integration.runs import (
     ROOT,
-    assert_counts_add_up,
     assert_gone,
+    assert_went_on,
     finish,
     launch,
-    lines,
     roles_of,
     wait_for_updates,
 )
@@ -134,18 +133,20 @@ def test_the_bench_runs_with_shared_memory(tmp_path: Path) -> None:
     assert result.given_up == ("policy-0:1",) and result.stopped_s is not None and result.stopped_s < 6.0
 
 
-def test_a_run_over_rpc_and_gloo_survives_the_death_of_its_receivers(tmp_path: Path) -> None:
+def test_a_run_over_rpc_and_gloo_survives_the_death_of_its_receivers_and_of_its_learner(tmp_path: Path) -> None:
     run_dir = tmp_path / "boxes"
-    process = launch(
-        run_dir, "run.updates=12", "weights.control=rpc", "weights.transport=gloo", "weights.in_flight=finish"
-    )
+    planes = ("weights.control=rpc", "weights.transport=gloo", "weights.in_flight=finish")
+    process = launch(run_dir, "run.updates=14", "checkpoint.every=2", *planes)
     wait_for_updates(run_dir, 2)
     roles = roles_of(process)
     for victim in ("policy-0", "analyzer-0"):
         roles[victim].kill()
+    wait_for_updates(run_dir, 8)
+    roles = roles_of(process)
+    roles["learner-0"].kill()
     output = finish(process)
     assert process.returncode == 0, output
-    assert_counts_add_up(run_dir)
-    assert len(lines(run_dir / "metrics.jsonl")) == 12
-    assert "rpc group formed" in (run_dir / "logs" / "learner-0.log").read_text()
+    assert_went_on(run_dir, 14)
+    log = (run_dir / "logs" / "learner-0.log").read_text()
+    assert "going on" in log and log.count('because="the first"') == 2, "the second learner has a group of its own"
     assert_gone(roles.values())
