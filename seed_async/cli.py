@@ -15,7 +15,7 @@ from seed_async.live import History, progress_of, read_fleet
 from seed_async.role import die_with_launcher
 from seed_async.rundir import RunDir
 from seed_async.topology import Topology
-from seed_async.topology_file import TopologyError, load_topology
+from seed_async.topology_file import TopologyError, check_machine, load_topology
 
 USER_ERROR = 2
 """Exit code of what the user can put right; 1 is a run that failed."""
@@ -110,6 +110,7 @@ def launch_command(
         if overwrite and resume:
             raise UsageError("--overwrite deletes the run that --resume goes on with: give one of them")
         loaded = load_topology(topology, overrides or ())
+        check_machine(loaded, topology, overrides or ())
         _count_tasks(loaded)
     try:
         code = launch(loaded, _report, overwrite=overwrite, resume=resume)
@@ -124,6 +125,7 @@ def validate(topology: TopologyOption, overrides: SetOption = None) -> None:
     """Check a topology and print the numbers that follow from it; starts nothing."""
     with _user_errors():
         loaded = load_topology(topology, overrides or ())
+        check_machine(loaded, topology, overrides or ())
         tasks = _count_tasks(loaded)
     rollout, actors = loaded.rollout, loaded.roles.actors
     groups, size, bound = rollout.groups_per_update, rollout.group_size, loaded.staleness.max

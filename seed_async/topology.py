@@ -401,8 +401,10 @@ class Supervision(Section):
 
     @property
     def replacement_timeout_s(self) -> float:
-        """How long others wait for a process that hangs, is killed, and has a successor:
-        max(hang_timeout_s, start_timeout_s) + backoff_max_s + start_timeout_s."""
+        """How long others wait for a process that hangs, is killed, and starts again.
+
+        max(hang_timeout_s, start_timeout_s) + backoff_max_s + start_timeout_s
+        """
         return max(self.hang_timeout_s, self.start_timeout_s) + self.backoff_max_s + self.start_timeout_s
 
 
@@ -518,6 +520,15 @@ class Topology(Section):
     def pins_analyzer(self) -> bool:
         """Whether the analyzer keeps the weights of version 0 for the whole run: seed_static."""
         return self.method == "seed_static"
+
+    @property
+    def num_weight_receivers(self) -> int:
+        """Processes that take new weights from the learner: policy servers, and analyzers that do not keep the first.
+
+        roles.policy.replicas + roles.analyzers.replicas * (uses_analyzers and not pins_analyzer)
+        """
+        analyzers = self.roles.analyzers.replicas if self.uses_analyzers and not self.pins_analyzer else 0
+        return self.roles.policy.replicas + analyzers
 
     @property
     def max_step_skills(self) -> int:

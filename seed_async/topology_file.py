@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from yaml.composer import ComposerError
 
+from seed_async.devices import num_cuda_devices
 from seed_async.skill_library import SkillLibraryError, library_of
 from seed_async.topology import Topology
 from seed_async.user_files import read_user_text
@@ -141,14 +142,19 @@ def _line_at(lines: Mapping[KeyPath, int], path: KeyPath) -> int:
     return 1
 
 
+def _place(path: KeyPath, where: str, lines: Mapping[KeyPath, int], overrides: Mapping[KeyPath, str]) -> str:
+    """Say where a key was given: by an override, or in a line of the file."""
+    source = next((text for key, text in overrides.items() if path[: len(key)] == key), None)
+    return f"--set {source}" if source else f"{where}:{_line_at(lines, path)}"
+
+
 def _describe(
     error: ValidationError, where: str, lines: Mapping[KeyPath, int], overrides: Mapping[KeyPath, str]
 ) -> str:
     messages = []
     for item in error.errors():
         path: KeyPath = item["loc"]
-        source = next((text for key, text in overrides.items() if path[: len(key)] == key), None)
-        place = f"--set {source}" if source else f"{where}:{_line_at(lines, path)}"
+        place = _place(path, where, lines, overrides)
         name = ".".join(str(part) for part in path) or "topology"
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(path[-1]), _known_keys(path[:-1]), n=1, cutoff=0.5)
@@ -179,6 +185,27 @@ def parse_topology(text: str, where: str, overrides: Sequence[str] = ()) -> Topo
 def load_topology(path: Path, overrides: Sequence[str] = ()) -> Topology:
     """Read a topology file and apply `--set` overrides. Raises TopologyError."""
     return parse_topology(_read_text(path), str(path), overrides)
+
+
+def check_machine(
+    topology: Topology, path: Path, overrides: Sequence[str] = (), num_devices: Callable[[], int] = num_cuda_devices
+) -> None:
+    """Raise TopologyError, with its place, for what this machine lacks. Reading a topology needs none of it.
+
+    `topology` was loaded from `path` with `overrides`; `num_devices` tells how many CUDA devices there are.
+    """
+    if topology.weights.transport != "nccl":
+        return
+    needed, found = 1 + topology.num_weight_receivers, num_devices()
+    if found < needed:
+        where = str(path)
+        _, lines = _parse(_substitute(_read_text(path), where), where)
+        applied = {_apply_override({}, override): override for override in overrides}
+        raise TopologyError(
+            f"{_place(('weights', 'transport'), where, lines, applied)}: weights.transport nccl needs a CUDA device "
+            f"each for the learner and {topology.num_weight_receivers} receivers of its weights, {needed} in all; this "
+            f"machine has {found}: use shm or gloo"
+        )
 
 
 def dump_topology(topology: Topology) -> str:

@@ -54,6 +54,20 @@ def test_validate_prints_the_derived_numbers(file: str) -> None:
         assert part in result.stdout
 
 
+@pytest.mark.parametrize("command", ["validate", "launch"])
+def test_nccl_without_cuda_is_refused_with_its_place_and_starts_nothing(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    reason = "weights.transport nccl needs a CUDA device each for the learner and 2 receivers of its weights, 3 in all"
+    override = "weights.transport=nccl"
+    assert_user_error(invoke(command, "--topology", file, "--set", override), f"--set {override}: {reason}")
+    with Path(file).open("a") as opened:
+        opened.write("weights:\n  control: zmq\n  transport: nccl\n")
+    assert_user_error(invoke(command, "--topology", file), f"{file}:9: {reason}; this machine has 0: use shm or gloo")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_validate_of_grpo_has_no_analyzer(file: str) -> None:
     result = invoke("validate", "--topology", file, "--set", "method=grpo")
     assert "processes: 6" in result.stdout and "analysis: none (grpo)" in result.stdout

@@ -8,7 +8,7 @@ import pytest
 from seed_async.launcher import role_processes
 from seed_async.methods import IDLE_KEYS, METHODS_OF_KEY, MethodName
 from seed_async.topology import Topology
-from seed_async.topology_file import TopologyError, dump_topology, load_topology, parse_topology
+from seed_async.topology_file import TopologyError, check_machine, dump_topology, load_topology, parse_topology
 from seed_async.user_files import MAX_FILE_BYTES
 
 ROOT = Path(__file__).parents[3]
@@ -91,6 +91,33 @@ def test_a_negative_staleness_is_refused_with_the_value_and_the_rule() -> None:
 
 def test_every_problem_is_reported_at_once() -> None:
     assert len(error_of(MINIMAL + "run: {seed: -1, updates: 0}\nbogus: 1\n").splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ((), 3),
+        (("roles.policy.replicas=3", "roles.analyzers.replicas=2"), 6),
+        (("method=grpo",), 2),
+        (("method=seed_static",), 2),
+    ],
+)
+def test_nccl_needs_a_device_for_the_learner_and_each_receiver(
+    tmp_path: Path, overrides: tuple[str, ...], needed: int
+) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(MINIMAL + "weights: {transport: nccl}\n")
+    topology = load_topology(path, overrides)
+    check_machine(topology, path, overrides, lambda: needed)
+    with pytest.raises(TopologyError, match=rf"t\.yaml:2: .* {needed} in all; this machine has {needed - 1}"):
+        check_machine(topology, path, overrides, lambda: needed - 1)
+
+
+def test_other_transports_ask_no_driver(tmp_path: Path) -> None:
+    def fail() -> int:
+        raise AssertionError("asked")
+
+    check_machine(parse_topology(MINIMAL, "t.yaml", ("weights.transport=gloo",)), tmp_path / "none", (), fail)
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
