@@ -16,8 +16,7 @@ import numpy as np
 
 from seed_async.journal import Note
 from seed_async.learner.buffer_intake import trajectory_bytes, trajectory_fault
-from seed_async.learner.recovery import Recovered
-from seed_async.learner.selection_bias import SelectionBias
+from seed_async.learner.recovery import MAX_REMEMBERED_IDS, Recovered
 from seed_async.learner.task_order import TaskOrder
 from seed_async.messages import AckStatus, Lease, Sample, Skill, SkillResult, Trajectory
 from seed_async.skill_library import SkillLibrary
@@ -28,8 +27,6 @@ Fate = Literal["trained", "stale", "stale_group", "failed_group", "unused"]
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 NO_AGE = -1
 """Of a trajectory in a batch with all its tokens masked: it counts in the statistics of its group only."""
-MAX_REMEMBERED_IDS = 100_000
-"""Trajectory ids kept to recognise a resent one; a resend comes within seconds."""
 
 
 class TaskListMismatchError(RuntimeError):
@@ -109,12 +106,12 @@ class GroupBuffer:
         self._complete: deque[str] = deque()
         self._analysis_queue: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._analysing: dict[str, tuple[str, int]] = {}
-        self._seen: OrderedDict[str, None] = OrderedDict.fromkeys(before.accepted_ids[-MAX_REMEMBERED_IDS:])
+        self._seen: OrderedDict[str, None] = OrderedDict.fromkeys(before.accepted_ids)
         self._last_taken = before.last_taken
         self._handed_out: tuple[Sample, ...] = ()
         self._held_bytes = 0
         self._trained_ages = Counter(before.ages)
-        self._bias = SelectionBias()
+        self._bias = before.bias
         self.version = -1
         self.counts = Counter(before.counts)
         self.dropped = Counter(before.dropped)
@@ -261,6 +258,7 @@ class GroupBuffer:
         place = self._analysing.get(result.trajectory_id) or self._analysis_queue.get(result.trajectory_id)
         if place is None:
             self.counts["skill_late"] += 1
+            self._note("late", trajectory=result.trajectory_id)
             return "refused"
         member = self._groups[place[0]].members[place[1]]
         self.counts["skill_parsed" if result.skill else "skill_unparsed"] += 1
@@ -409,6 +407,8 @@ class GroupBuffer:
             incarnation=trajectory.incarnation,
             version=oldest,
             num_tokens=trajectory.response_ids.size,
+            seconds=_seconds(trajectory),
+            reason="" if sample.skill_reason == "method" else sample.skill_reason,
         )
         if wanted:
             self._analysis_queue[trajectory.trajectory_id] = (trajectory.group_id, trajectory.member)
@@ -516,9 +516,8 @@ class GroupBuffer:
             age = version - int(trained.min()) if trained.size else NO_AGE
             self._trained_ages[age] += age != NO_AGE
         if fate != "unused":
-            seconds = trajectory.ended_at_s - trajectory.started_at_s
             num_tokens = trajectory.versions.size
-            self._bias.add(seconds, num_tokens, trained.size, taken=fate == "trained")
+            self._bias.add(_seconds(trajectory), num_tokens, trained.size, taken=fate == "trained")
         self._note(
             fate if fate in ("trained", "unused") else "dropped",
             trajectory=trajectory.trajectory_id,
@@ -558,3 +557,8 @@ class GroupBuffer:
         self._seen[trajectory_id] = None
         if len(self._seen) > MAX_REMEMBERED_IDS:
             self._seen.popitem(last=False)
+
+
+def _seconds(trajectory: Trajectory) -> float:
+    """How long the episode was played, as the journal says it."""
+    return round(trajectory.ended_at_s - trajectory.started_at_s, 3)

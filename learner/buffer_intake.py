@@ -26,6 +26,8 @@ def trajectory_fault(trajectory: Trajectory, newest_version: int, vocabulary_siz
         return fault
     if not math.isfinite(trajectory.episode_return):
         return "episode return is not finite"
+    if not math.isfinite(trajectory.ended_at_s - trajectory.started_at_s):
+        return "start or end is not a finite time"
     # A sum is finite only if no part is infinite or no number; float64, in which finite float32 cannot overflow.
     if not math.isfinite(trajectory.behaviour_logprob.sum(dtype=np.float64)):
         return "log-prob is not finite"

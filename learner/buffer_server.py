@@ -8,12 +8,12 @@ the run's accounting.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
-from seed_async.journal import Journal, read_journal
+from seed_async.journal import Entry, Journal, read_journal
 from seed_async.learner.buffer import Fate, GroupBuffer
 from seed_async.learner.recovery import recover
 from seed_async.messages import (
@@ -38,6 +38,7 @@ from seed_async.messages import (
     SkillResult,
     Trajectory,
 )
+from seed_async.pulse import Pulse
 from seed_async.reporting import report_buffer
 from seed_async.role import RoleContext
 from seed_async.skill_library import library_of
@@ -46,6 +47,8 @@ from seed_async.transport import Request
 HOLD_S = 2.0
 """How long a request without an answer is held; the asker then gets an empty answer and asks again."""
 POLL_S = 0.05
+ENTRIES_A_STEP = 100_000
+"""Of a journal that is read again; a step takes less than a second."""
 TICK_INTERVAL_S = 0.5
 """How often deadlines are looked at and metrics brought up to date."""
 
@@ -59,7 +62,7 @@ class BufferServer:
         self._server = context.serve(context.run_dir.buffer_endpoint(context.topology))
         config = json.loads((context.run_dir.initial_model(context.topology) / "config.json").read_text())
         journal = context.run_dir.journal
-        recovered = recover(read_journal(journal)) if journal.is_file() else None
+        recovered = recover(_with_steps(context.pulse, read_journal(journal))) if journal.is_file() else None
         self._journal = Journal(journal)
         self._buffer = GroupBuffer(
             context.topology,
@@ -233,6 +236,14 @@ class BufferServer:
             }
             for stage, versions in ages.items():
                 self._context.metrics.histogram("trajectory_age_versions", stage=stage).observe(versions)
+
+
+def _with_steps(pulse: Pulse, entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Pass a journal on, with signs of life: one of ten million trajectories takes minutes to read."""
+    for number, entry in enumerate(entries):
+        if number % ENTRIES_A_STEP == 0:
+            pulse.step()
+        yield entry
 
 
 _EMPTY_ANSWERS: dict[type[Message], Callable[[Any], Message]] = {

@@ -18,11 +18,12 @@ Event = Literal[
     "leased",  # a member was granted to an actor incarnation
     "returned",  # its lease ended without a result: no progress, a dead incarnation, or its group ended
     "failed",  # its episode failed, or its result was refused
-    "accepted",  # its trajectory was taken over
+    "accepted",  # its trajectory was taken over; `reason` where no skill will come for it
     "duplicate",  # a trajectory that had been accepted came again
     "fenced",  # a result of an incarnation that does not hold the lease
     "refused",  # a damaged result; the lease ends as failed
     "analysed",  # a skill, or the reason for none, came in time
+    "late",  # a skill came after its trajectory was given up, trained or dropped
     "trained",  # handed to the learner for the update from `version`; by the learner: the update is made
     "masked",  # of a trained trajectory `num_tokens` are too old: they are left out of the loss
     "dropped",  # left out for good, with its reason
@@ -41,7 +42,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     """One line of a journal.
 
     `task` is an index into the training split; `age` counts from the oldest token, or from the oldest that is trained;
-    `num_tokens` are response tokens.
+    `num_tokens` are response tokens; `seconds` is how long an accepted episode was played.
     """
 
     event: Event
@@ -58,6 +59,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     num_tokens: int = -1
     cursor: int = -1
     weights: int = -1
+    seconds: float = -1.0
 
 
 class Fields(TypedDict, total=False):
@@ -75,6 +77,7 @@ class Fields(TypedDict, total=False):
     num_tokens: int
     cursor: int
     weights: int
+    seconds: float
 
 
 class Note(Protocol):
@@ -101,7 +104,7 @@ class Journal:
 
     def add(self, event: Event, **fields: Unpack[Fields]) -> None:
         """Add one entry to those that the next `commit` writes."""
-        self._added.append(self._encoder.encode(Entry(event, time.time(), **fields)))
+        self._added.append(self._encoder.encode(Entry(event, round(time.time(), 3), **fields)))
 
     def commit(self) -> None:
         """Hand what was added to the operating system, in one write."""

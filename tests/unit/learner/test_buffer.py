@@ -301,7 +301,15 @@ def test_a_later_turn_may_open_a_context_but_not_without_a_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"texts": ()}, {"episode_return": float("nan")}, {"member": 1}, {"group_id": "g7"}, {"group_id": "g1"}]
+    "changes",
+    [
+        {"texts": ()},
+        {"episode_return": float("nan")},
+        {"ended_at_s": float("inf")},
+        {"member": 1},
+        {"group_id": "g7"},
+        {"group_id": "g1"},
+    ],
 )
 def test_a_trajectory_that_contradicts_its_lease_is_refused(changes: dict[str, Any]) -> None:
     """It must not end the buffer or take another member's place."""

@@ -1,5 +1,6 @@
 """A buffer that starts again on its journal: nothing is lost unnoticed, no game is skipped, no id is used twice."""
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from seed_async.journal import Entry, Event, Journal, read_journal
 from seed_async.learner.buffer import GroupBuffer
 from seed_async.learner.recovery import recover
+from seed_async.skill_library import SkillLibrary
 from seed_async.tools.audit import replay
-from tests.fakes.episodes import VOCABULARY_SIZE, make_trajectory, small_topology
+from seed_async.topology import Topology
+from tests.fakes.episodes import OPENING, VOCABULARY_SIZE, make_trajectory, make_turn, skill_for, small_topology
 
 NUM_TASKS = 7
 TOPOLOGY = small_topology(method="grpo", buffer={"max_tries": 1})
@@ -21,8 +24,9 @@ TOPOLOGY = small_topology(method="grpo", buffer={"max_tries": 1})
 class Crashing:
     """A buffer that can die at any moment, leaving its journal."""
 
-    def __init__(self) -> None:
+    def __init__(self, topology: Topology = TOPOLOGY, library: SkillLibrary | None = None) -> None:
         """Start for the first time."""
+        self.topology, self.library = topology, library
         self.entries: list[Entry] = []
         self.starts = 0
         self.version = 0
@@ -31,7 +35,9 @@ class Crashing:
     def start(self) -> None:
         """Start, or start again after a death."""
         recovered = recover(self.entries) if self.entries else None
-        self.buffer = GroupBuffer(TOPOLOGY, VOCABULARY_SIZE, note=self.note, recovered=recovered)
+        self.buffer = GroupBuffer(
+            self.topology, VOCABULARY_SIZE, library=self.library, note=self.note, recovered=recovered
+        )
         self.starts += 1
         self.buffer.hello("a", f"a{self.starts}", NUM_TASKS, "digest")
         self.buffer.advance(self.version)
@@ -49,6 +55,18 @@ class Crashing:
             case "submit" if self.leases:
                 lease = self.leases.pop(0)
                 self.buffer.submit(make_trajectory(lease, f"a{self.starts}", version=self.version), 0.0)
+            case "submit a long one" if self.leases:
+                lease = self.leases.pop(0)
+                oldest = max(0, self.version - len(self.entries) % 3)
+                turn = make_turn([oldest] * 3 + [self.version] * (len(self.entries) % 20), opening=OPENING)
+                seconds = len(self.entries) / 7
+                self.buffer.submit(make_trajectory(lease, f"a{self.starts}", [turn], ended_at_s=1.0 + seconds), 0.0)
+            case "analyse":
+                for number, trajectory in enumerate(self.buffer.claim_analyses(3, 0.0)):
+                    self.buffer.add_skill(skill_for(trajectory, None if number else "look", "too_long" * number))
+                    self.buffer.add_skill(skill_for(trajectory))  # the answer of a slower analyzer
+            case "expire":
+                self.buffer.expire(30.0)
             case "fail" if self.leases:
                 self.buffer.fail(self.leases.pop().lease_id, f"a{self.starts}")
             case "train":
@@ -87,6 +105,46 @@ def test_whatever_the_moment_of_a_death_the_journal_passes_the_audit_and_the_cou
     leases = [entry.lease for entry in crashing.entries if entry.event == "leased"]
     groups = [entry.group for entry in crashing.entries if entry.event == "opened"]
     assert len(set(leases)) == len(leases) and len(set(groups)) == len(groups)
+
+
+WEIGHTS = {"grant": 4, "submit": 3, "submit a long one": 6, "analyse": 4, "train": 6, "expire": 0.5, "crash": 0.5}
+RESTORED = (
+    "accepted",
+    "trained",
+    "duplicate",
+    "fenced",
+    "refused",
+    "skills",
+    "skills_missing",
+    "ages",
+    "masked",
+    "bias",
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    method=st.sampled_from(["seed", "grpo", "sdar"]),
+    on_stale=st.sampled_from(["drop", "mask", "wait"]),
+    seed=st.integers(0, 1 << 30),
+    length=st.integers(0, 400),
+)
+def test_every_figure_of_the_accounting_is_read_back_from_the_journal(
+    method: str, on_stale: str, seed: int, length: int
+) -> None:
+    """At any moment of long runs, whose batches are masked in part or whole and whose analyses end in every way."""
+    library = None if method != "sdar" else SkillLibrary("t", {"other": "look first"})
+    topology = small_topology(
+        method=method, staleness={"max": 1, "on_stale": on_stale}, buffer={"lease_timeout_s": 100, "max_tries": 1}
+    )
+    crashing = Crashing(topology, library)
+    for action in random.Random(seed).choices(list(WEIGHTS), list(WEIGHTS.values()), k=length):
+        crashing.act(action)
+    live = crashing.buffer.accounting()
+    crashing.buffer = GroupBuffer(topology, VOCABULARY_SIZE, recovered=recover(crashing.entries))
+    again = crashing.buffer.accounting()
+    assert {key: again[key] for key in RESTORED} == {key: live[key] for key in RESTORED}
+    assert again["balance_ok"]
 
 
 @settings(max_examples=100, deadline=None)
