@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import IO, Any, Literal
 
+import msgspec
 import psutil
 
 from seed_async.keys import create_keys
 from seed_async.live import LiveView
+from seed_async.phases import PhaseClock, read_phases
 from seed_async.rundir import RunDir
 from seed_async.supervisor import (
     RECOVERING_ROLES,
@@ -110,6 +112,13 @@ def check_resumable(topology: Topology, run_dir: RunDir) -> None:
         raise LaunchError(f"{run_dir.root} was made with another topology; different keys: {', '.join(different)}")
     if topology.model.init is not None and not (run_dir.model / "config.json").is_file():
         raise LaunchError(f"Stage 1 of {run_dir.root} did not end: start anew with --overwrite")
+
+
+def _earlier_seconds(run_dir: RunDir) -> dict[str, float]:
+    try:
+        return read_phases(run_dir.phases)
+    except msgspec.DecodeError as error:
+        raise LaunchError(f"{run_dir.phases} is damaged ({error}): remove it to count the time anew") from error
 
 
 def _different_keys(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:
@@ -210,13 +219,13 @@ class Launcher:
         stage1: Callable[[Topology, RunDir], dict[str, list[str]]] = stage1_commands,
     ) -> None:
         """Nothing is started or written; `command` and `stage1` give the command lines of the children."""
-        self.phases: dict[str, float] = {}
         self._topology, self._command, self._stage1 = topology, command, stage1
         self._run_dir = RunDir(topology.run_dir)
         self._starter = ChildStarter()
         self._supervisor: Supervisor | None = None
         self._stage1_child: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
+        self._phases = PhaseClock(self._run_dir.phases, {})
 
     def run(self, report: Report, *, overwrite: bool = False, resume: bool = False) -> int:
         """Run all phases; returns the exit code: 0 finished, 1 failed, 128 + signal when interrupted.
@@ -224,6 +233,8 @@ class Launcher:
         A resumed run goes on after Stage 1. Raises LaunchError when nothing was started.
         """
         check_startable(self._topology, self._run_dir, overwrite=overwrite, resume=resume)
+        if resume:
+            self._phases = PhaseClock(self._run_dir.phases, _earlier_seconds(self._run_dir))
         prepare(self._topology, self._run_dir, resume=resume)
         status: Status = "failed"
         with self._handling_signals():
@@ -239,14 +250,14 @@ class Launcher:
                 print(f"the run has failed: {error}", file=sys.stderr)
             finally:
                 self._clean_up()
-            report(self._run_dir, self._topology, self.phases, status)
+            report(self._run_dir, self._topology, self._phases.seconds, status)
         if status == "interrupted":
             return 128 + self._signals[0]
         return 0 if status == "finished" else 1
 
     def _make_model(self) -> None:
         for name, command in self._stage1(self._topology, self._run_dir).items():
-            with self._timed(name), (self._run_dir.logs / "stage1.log").open("ab") as log:
+            with self._phases.timed(name), (self._run_dir.logs / "stage1.log").open("ab") as log:
                 print(f"stage 1: {name}", flush=True)
                 child = self._starter.start(command, self._topology.stage1.threads, subprocess.PIPE)
                 self._stage1_child = child
@@ -262,7 +273,7 @@ class Launcher:
                 raise RunFailedError(f"stage 1 ({name}) ended with {describe_exit(status)}")
 
     def _train(self) -> None:
-        with self._timed("rl"), (self._run_dir.logs / "launcher.log").open("a") as log:
+        with self._phases.timed("rl") as tick, (self._run_dir.logs / "launcher.log").open("a") as log:
             supervisor = Supervisor(
                 self._run_dir,
                 self._topology.supervision,
@@ -279,6 +290,7 @@ class Launcher:
                     while not supervisor.poll():
                         self._raise_if_interrupted()
                         view.refresh()
+                        tick()
                         time.sleep(REFRESH_INTERVAL_S)
             finally:
                 supervisor.stop()
@@ -286,14 +298,6 @@ class Launcher:
     def _raise_if_interrupted(self) -> None:
         if self._signals:
             raise _InterruptedError
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self.phases[phase] = time.monotonic() - started_s
 
     @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ checkpoints/        of the learner
 timeline/ pulse/    what each process did, does    counts.json         the buffer's final accounting
 journal.jsonl       every fate (buffer)            trained.jsonl       what was trained (learner)
 final/              the exported policy            summary.json plots/ the result
+phases.json         wall seconds, of all launches
 """
 
 import tempfile
@@ -114,6 +115,11 @@ class RunDir:
     def summary(self) -> Path:
         """The result of the run."""
         return self.root / "summary.json"
+
+    @property
+    def phases(self) -> Path:
+        """Wall seconds of each phase, over all launches of the run."""
+        return self.root / "phases.json"
 
     @property
     def plots(self) -> Path:

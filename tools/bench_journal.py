@@ -100,8 +100,8 @@ def measure(trajectories: int, folder: Path) -> Figures:
     trained.close()
     recover_s, recover_cpu_s = _timed(lambda: recover(read_journal(path)))
     audit_s, _ = _timed(lambda: replay(read_journal(path), topology))
-    sizes = [file.stat().st_size / done for file in (path, learner_path)]
-    return Figures(done, *sizes, recover_s, recover_cpu_s, audit_s)
+    buffer_bytes, learner_bytes = (file.stat().st_size / done for file in (path, learner_path))
+    return Figures(done, buffer_bytes, learner_bytes, recover_s, recover_cpu_s, audit_s)
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:

@@ -122,6 +122,7 @@ def test_an_interrupted_run_is_resumed_where_it_was_left(tmp_path: Path) -> None
     wait_for_updates(run_dir, 4)
     os.kill(process.pid, signal.SIGINT)
     finish(process)
+    first = json.loads((run_dir / "summary.json").read_text())
     before = lines(run_dir / "metrics.jsonl")
     other = launch(run_dir, "optimizer.lr=0.1", flags=["--resume"])
     assert "different keys: optimizer.lr" in finish(other) and other.returncode == 2
@@ -133,3 +134,8 @@ def test_an_interrupted_run_is_resumed_where_it_was_left(tmp_path: Path) -> None
     audit = assert_went_on(run_dir, updates)
     assert lines(run_dir / "metrics.jsonl")[: len(before)] == before
     assert audit.counts["lost_with_a_learner"] == 0, "the end of the first part was saved"
+    whole = json.loads((run_dir / "summary.json").read_text())
+    assert whole["seconds"]["rl"] > first["seconds"]["rl"] + 1, "the time of both parts"
+    parsed = [line["skill"] is not None for line in lines(run_dir / "trajectories.jsonl") if line["fate"] == "trained"]
+    skills = json.loads((run_dir / "counts.json").read_text())["skills"]
+    assert skills["parsed"] >= sum(parsed) > 0, "the analyses of both parts"

@@ -23,6 +23,7 @@ from seed_async.launcher import (
     running_launcher,
     stage1_commands,
 )
+from seed_async.phases import read_phases
 from seed_async.rundir import RunDir
 from seed_async.topology import Model, TinyModel, Topology
 from seed_async.topology_file import dump_topology, load_topology, parse_topology
@@ -247,6 +248,30 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(topology: Topology) -> No
     assert not run_dir.metrics.exists()
 
 
+def test_the_seconds_of_every_launch_count(topology: Topology) -> None:
+    run_dir = left_run(topology)
+    run_dir.phases.write_text(json.dumps({"sft": 20.0, "rl": 100.0}))
+    seconds: dict[str, float] = {}
+
+    def report(_run_dir: RunDir, _topology: Topology, phases: dict[str, float], _status: Status) -> None:
+        seconds.update(phases)
+
+    launcher = Launcher(
+        topology, command=lambda role, *_: [sys.executable, "-c", "pass" if role == "learner" else RUN_ON]
+    )
+    assert launcher.run(report, resume=True) == 0
+    assert seconds["sft"] == 20.0 and 100.0 < seconds["rl"] < 130.0
+    assert read_phases(run_dir.phases) == seconds
+
+
+def test_a_damaged_record_of_phases_is_refused_before_anything_starts(topology: Topology) -> None:
+    run_dir = left_run(topology)
+    run_dir.phases.write_text('{"rl": "long"}')
+    with pytest.raises(LaunchError, match=r"phases\.json is damaged .* remove it"):
+        Launcher(topology).run(no_report, resume=True)
+    assert run_dir.counts.exists() and not run_dir.launcher.exists()
+
+
 def left_run(topology: Topology) -> RunDir:
     """A run of `topology` that was interrupted after Stage 1."""
     run_dir = RunDir(topology.run_dir)
@@ -270,7 +295,7 @@ def test_resuming_keeps_the_run_and_makes_its_result_anew(topology: Topology) ->
     assert launcher.run(no_report, resume=True) == 0
     assert run_dir.metrics.read_text() == "kept" and not run_dir.counts.exists()
     assert load_topology(run_dir.topology) == longer
-    assert "again" not in launcher.phases
+    assert list(read_phases(run_dir.phases)) == ["rl"]
 
 
 def test_only_the_same_run_is_resumed(topology: Topology) -> None:
