@@ -90,7 +90,9 @@ def update(
             optimizer.step()
         parts += losses
         behaviour = targets.behaviour[targets.offsets[mini.start] : targets.offsets[mini.stop]]
-        fresh = np.concatenate([np.empty(0, bool), *(share.batch.trajectories[index].fresh for index in mini)])
+        own = [share.batch.trajectories[index] for index in mini]
+        # Only trained tokens are scored for sure.
+        fresh = np.concatenate([np.empty(0, bool), *(each.fresh & each.trained for each in own)])
         gaps.append((proximal - behaviour).abs()[torch.from_numpy(fresh).to(behaviour.device)])
     optimizer.zero_grad(set_to_none=True)
     return _metrics(batch, parts, gaps, norms, clock, ranks) | advantages.metrics
