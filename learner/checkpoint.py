@@ -1,10 +1,11 @@
 """Checkpoints of the learner: weights, optimizer, random state and counters together, verified, never half written.
 
-    checkpoints/version-00000012/   policy.safetensors  optimizer.safetensors  manifest.json
+    checkpoints/version-00000012/   policy/ optimizer/ (a safetensors file of each rank)  manifest.json
     checkpoints/newest              the name of the newest one, for people and scripts
 
 A checkpoint is written beside its place, forced to disk, and renamed; its manifest holds the digest of every file. The
-loader trusts names and digests only: it takes the newest checkpoint that is whole, whatever the pointer says.
+loader trusts names and digests only: it takes the newest checkpoint that is whole, whatever the pointer says. The
+tensors go through torch's distributed checkpoints, so that any number of ranks reads what another number has written.
 """
 
 import os
@@ -18,14 +19,21 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
-FORMAT = 1
-POLICY, OPTIMIZER, MANIFEST, NEWEST = "policy.safetensors", "optimizer.safetensors", "manifest.json", "newest"
+FORMAT = 2
+POLICY, OPTIMIZER, MANIFEST, NEWEST = "policy", "optimizer", "manifest.json", "newest"
+STAGING = ".staging"
 _RANDOM_STATE = "random_state"
 _CHUNK_BYTES = 1 << 24
 _NAME = re.compile(r"version-(\d{8})")
+
+Tensors = dict[str, torch.Tensor]
 
 
 class CheckpointMismatchError(ValueError):
@@ -42,70 +50,124 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Snapshot(NamedTuple):
-    """Copies of everything that a checkpoint holds, so that training can go on while they are written."""
+    """Copies of everything that a checkpoint holds, so that training can go on while they are written.
+
+    Of a sharded model the copies are this rank's shards.
+    """
 
     version: int
     training_s: float
-    files: dict[str, dict[str, torch.Tensor]]
+    policy: Tensors
+    optimizer: Tensors
+
+
+class Writers(NamedTuple):
+    """The ranks that write one checkpoint together; alone without a `group`."""
+
+    group: dist.ProcessGroup | None = None
+    leads: bool = True
+
+
+ALONE = Writers()
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that training changes, by name: all but a frozen base below adapters."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def take_snapshot(
-    version: int, training_s: float, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    version: int, training_s: float, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Snapshot:
     """Copy the state to CPU memory."""
-    policy = {name: _copy(parameter) for name, parameter in model.named_parameters()}
-    state = {
-        f"{index}.{name}": _copy(torch.as_tensor(value))
-        for index, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-    }
-    state[_RANDOM_STATE] = torch.get_rng_state()
-    return Snapshot(version, training_s, {POLICY: policy, OPTIMIZER: state})
+    policy = {name: _copy(parameter) for name, parameter in trained_parameters(model).items()}
+    moments = {name: _copy(tensor) for name, tensor in _moments(model, optimizer).items()}
+    return Snapshot(version, training_s, policy, moments | {_RANDOM_STATE: torch.get_rng_state()})
 
 
-def restore_policy(folder: Path, model: PreTrainedModel) -> None:
+def restore_policy(folder: Path, model: torch.nn.Module) -> None:
     """Put a checkpoint's weights into `model`. Raises CheckpointMismatchError before anything is changed."""
-    policy, parameters = load_file(folder / POLICY), dict(model.named_parameters())
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in policy.items()}
-    if shapes != found:
-        different = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-        raise CheckpointMismatchError(f"{folder} is of another model: {', '.join(different[:5])}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(policy[name])
+    _read(folder / POLICY, {name: each.detach() for name, each in trained_parameters(model).items()})
 
 
-def restore(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's state into place, bit for bit. Raises CheckpointMismatchError before anything is changed."""
+def restore(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's state into place, bit for bit. Raises CheckpointMismatchError before anything is changed.
+
+    Each rank of a sharded model calls it and reads its own shards.
+    """
+    parameters = trained_parameters(model)
     restore_policy(folder, model)
-    state = load_file(folder / OPTIMIZER)
-    random_state = state.pop(_RANDOM_STATE)
-    moments: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in state.items():
-        index, _, name = key.partition(".")
-        moments.setdefault(int(index), {})[name] = tensor
-    # The groups, with learning rate and betas, are the topology's.
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    random_state = torch.get_rng_state()
+    stepped = set(HuggingFaceStorageReader(str(folder / OPTIMIZER)).read_metadata().state_dict_metadata)
+    for name, parameter in parameters.items():
+        if f"{name}.step" in stepped:
+            optimizer.state[parameter] = {
+                "step": torch.zeros(1),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    _read(folder / OPTIMIZER, _moments(model, optimizer) | {_RANDOM_STATE: random_state})
+    for state in optimizer.state.values():
+        state["step"] = state["step"].reshape(())
     torch.set_rng_state(random_state)
 
 
-def write_checkpoint(root: Path, snapshot: Snapshot, keep: int) -> Path:
-    """Write a checkpoint below `root` and remove all but the `keep` newest; returns its folder."""
-    root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob("*.staging"):  # of a process that was killed
-        shutil.rmtree(left)
+def _moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """The optimizer's state by parameter name; a count has one dimension, since readers cut tensors by dimensions."""
+    return {
+        f"{name}.{key}": tensor.reshape(1) if tensor.dim() == 0 else tensor
+        for name, parameter in trained_parameters(model).items()
+        for key, tensor in optimizer.state[parameter].items()
+    }
+
+
+def _read(folder: Path, tensors: Tensors) -> None:
+    """Fill `tensors` from what any number of ranks has written. Raises CheckpointMismatchError before any changes."""
+    reader = HuggingFaceStorageReader(str(folder))
+    metadata = reader.read_metadata().state_dict_metadata
+    found = {name: tuple(each.size) for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != found:
+        different = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+        raise CheckpointMismatchError(f"{folder} is of another model: {', '.join(different[:5])}")
+    load(dict(tensors), storage_reader=reader, no_dist=not _is_sharded(tensors))
+
+
+def _is_sharded(tensors: Tensors) -> bool:
+    return any(isinstance(tensor, DTensor) for tensor in tensors.values())
+
+
+def write_checkpoint(root: Path, snapshot: Snapshot, keep: int, writers: Writers = ALONE) -> Path:
+    """Write a checkpoint below `root` and remove all but the `keep` newest; returns its folder.
+
+    Each rank of a sharded model calls it with its own snapshot; the leader makes it valid once all have written.
+    """
     folder = root / f"version-{snapshot.version:08d}"
-    staging = folder.with_suffix(".staging")
-    staging.mkdir()
-    for name, tensors in snapshot.files.items():
-        save_file(tensors, staging / name)
-        _sync(staging / name)
+    staging = folder.with_suffix(STAGING)
+    if writers.leads:
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(f"*{STAGING}"):  # of a process that was killed
+            shutil.rmtree(left)
+        staging.mkdir()
+    for name, tensors in ((POLICY, snapshot.policy), (OPTIMIZER, snapshot.optimizer)):
+        writer = HuggingFaceStorageWriter(str(staging / name), save_distributed=True)
+        save(dict(tensors), storage_writer=writer, process_group=writers.group, no_dist=writers.group is None)
+    if writers.leads:
+        _make_valid(root, staging, folder, snapshot)
+        _prune(root, keep)
+    return folder
+
+
+def _make_valid(root: Path, staging: Path, folder: Path, snapshot: Snapshot) -> None:
+    """Force everything to disk, write the manifest, and give the checkpoint its name."""
+    files = sorted(path for path in staging.rglob("*") if path.is_file())
+    for path in [*files, staging / POLICY, staging / OPTIMIZER]:
+        _sync(path)
     manifest = Manifest(
         format=FORMAT,
         version=snapshot.version,
         training_s=snapshot.training_s,
-        files={name: _digest(staging / name) for name in snapshot.files},
+        files={str(path.relative_to(staging)): _digest(path) for path in files},
     )
     _write(staging / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(staging)
@@ -115,8 +177,6 @@ def write_checkpoint(root: Path, snapshot: Snapshot, keep: int) -> Path:
     pointer = root / f"{NEWEST}.new"
     _write(pointer, folder.name.encode() + b"\n")
     pointer.rename(root / NEWEST)
-    _prune(root, keep)
-    return folder
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -128,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{folder}: {error}") from error
     if manifest.format != FORMAT:
         raise ValueError(f"{folder}: format {manifest.format}, this program reads {FORMAT}")
-    if damaged or manifest.files.keys() != {POLICY, OPTIMIZER}:
+    if damaged or {Path(name).parts[0] for name in manifest.files} != {POLICY, OPTIMIZER}:
         raise ValueError(f"{folder}: damaged files: {', '.join(damaged) or 'some are missing'}")
     return manifest
 
@@ -146,9 +206,9 @@ def newest_checkpoint(root: Path, on_damaged: Callable[[str], None] = lambda _: 
 class CheckpointWriter:
     """Writes checkpoints on a thread of its own, one at a time."""
 
-    def __init__(self, root: Path, keep: int) -> None:
+    def __init__(self, root: Path, keep: int, writers: Writers = ALONE) -> None:
         """Write below `root`, keeping the `keep` newest."""
-        self._root, self._keep = root, keep
+        self._root, self._keep, self._writers = root, keep, writers
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -169,7 +229,7 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            write_checkpoint(self._root, snapshot, self._keep)
+            write_checkpoint(self._root, snapshot, self._keep, self._writers)
         except BaseException as error:  # handed to the learner's own thread
             self._error = error
 
@@ -193,7 +253,7 @@ def _prune(root: Path, keep: int) -> None:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return tensor.detach().to("cpu", copy=True).contiguous()  # of a DTensor: of its own shard
 
 
 def _digest(path: Path) -> str:

@@ -1,14 +1,36 @@
 """Export of the policy as a plain Hugging Face folder that transformers loads as it is."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from seed_async.learner.checkpoint import read_manifest, restore_policy
+from seed_async.learner.scoring import auto_class
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def export_weights(weights: Mapping[str, torch.Tensor], model_dir: Path, out: Path) -> PreTrainedModel:
+    """Write `weights` and the tokenizer files of `model_dir` to `out`, in the dtype of the model there; returns it.
+
+    Raises ValueError when they are not those of that model.
+    """
+    model: PreTrainedModel = auto_class(model_dir).from_pretrained(model_dir, local_files_only=True)
+    parameters = dict(model.named_parameters())
+    if different := sorted(
+        name
+        for name in parameters.keys() | weights.keys()
+        if name not in parameters or name not in weights or parameters[name].shape != weights[name].shape
+    ):
+        raise ValueError(f"the weights are not those of {model_dir}: {', '.join(different[:5])}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    export_policy(model, model_dir, out)
+    return model
 
 
 def export_policy(model: PreTrainedModel, tokenizer_from: Path, out: Path) -> None:
@@ -33,12 +55,18 @@ def merge_checkpoint(checkpoint: Path, model_dir: Path, out: Path) -> int:
     checkpoint or one of another model.
     """
     manifest = read_manifest(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model = auto_class(model_dir).from_pretrained(model_dir, local_files_only=True)
     restore_policy(checkpoint, model)
     export_policy(model, model_dir, out)
-    ids = torch.arange(min(16, model.config.vocab_size)).unsqueeze(0)
-    with torch.no_grad():
-        expected, found = (each(ids).logits for each in (model, AutoModelForCausalLM.from_pretrained(out)))
-    if not torch.equal(expected, found):
-        raise ValueError(f"{out} gives other logits than {checkpoint}: it is not to be used")
+    check_export(model, out)
     return manifest.version
+
+
+def check_export(model: PreTrainedModel, out: Path) -> None:
+    """Raise ValueError unless the folder `out`, loaded with plain transformers, gives the logits of `model`."""
+    ids = torch.arange(min(16, model.config.get_text_config().vocab_size)).unsqueeze(0)
+    again = auto_class(out).from_pretrained(out, local_files_only=True)
+    with torch.no_grad():
+        expected, found = (each(input_ids=ids).logits for each in (model, again))
+    if not torch.equal(expected, found):
+        raise ValueError(f"{out} gives other logits than what it was made from: it is not to be used")

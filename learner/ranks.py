@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from seed_async.codec import decode, encode
+from seed_async.learner.checkpoint import ALONE, Writers
 from seed_async.learner.scoring import SCORE_METHOD, score_packed
 from seed_async.messages import Message
 
@@ -42,6 +43,7 @@ class Ranks:
         if size > 1:
             self._mesh = init_device_mesh(device, (size,))
             self._told = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
+            self._saving = dist.new_group(backend="gloo", timeout=JOIN_TIMEOUT)
 
     @classmethod
     def join(
@@ -71,6 +73,7 @@ class Ranks:
 
         Its own scoring method runs like a forward pass: it gathers the shards and reduces the gradients.
         """
+        torch.nn.Module.to(model, self.device)
         if self.size == 1:
             return model
         for layer in [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]:
@@ -104,6 +107,14 @@ class Ranks:
                 parts.append(part.numpy().tobytes())
         return decode(parts) if parts else None
 
+    def tell_number(self, number: int) -> int:
+        """Return the leader's number, on every rank."""
+        if self.size == 1:
+            return number
+        value = torch.tensor(number)
+        self._broadcast(value)
+        return int(value)
+
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over the ranks."""
         if self.size == 1:
@@ -123,6 +134,19 @@ class Ranks:
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of a sharded tensor; every rank must ask for it."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def gather(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Return all weights by name, tied ones once, on the leader; {} on the others, which must ask for them too."""
+        gathered = {}
+        for name, parameter in model.named_parameters():
+            tensor = self.whole(parameter.detach())
+            if self.leads:
+                gathered[name] = tensor
+        return gathered
+
+    def writers(self) -> Writers:
+        """Who writes a checkpoint: all ranks together."""
+        return Writers(self._saving, self.leads) if self.size > 1 else ALONE
 
     def close(self) -> None:
         """Leave the group."""

@@ -52,17 +52,21 @@ def load_policy(path: str | Path, *, activation_checkpointing: bool = False) -> 
     ValueError for an architecture that was not checked.
     """
     register_packed_attention()
-    model_type = AutoConfig.from_pretrained(path, local_files_only=True).model_type
-    if model_type not in TEXT_MODEL_TYPES + VISION_MODEL_TYPES:
-        known = ", ".join(TEXT_MODEL_TYPES + VISION_MODEL_TYPES)
-        raise ValueError(f"model type {model_type!r} is not one of {known}")
-    loader = AutoModelForImageTextToText if model_type in VISION_MODEL_TYPES else AutoModelForCausalLM
-    model: PreTrainedModel = loader.from_pretrained(
+    model: PreTrainedModel = auto_class(path).from_pretrained(
         path, local_files_only=True, dtype=torch.float32, attn_implementation=ATTENTION_NAME
     )
     if activation_checkpointing:
         use_activation_checkpointing(model)
     return model
+
+
+def auto_class(path: str | Path) -> Any:
+    """The transformers class that loads a model folder. Raises ValueError for an architecture that was not checked."""
+    model_type = AutoConfig.from_pretrained(path, local_files_only=True).model_type
+    if model_type not in TEXT_MODEL_TYPES + VISION_MODEL_TYPES:
+        known = ", ".join(TEXT_MODEL_TYPES + VISION_MODEL_TYPES)
+        raise ValueError(f"model type {model_type!r} is not one of {known}")
+    return AutoModelForImageTextToText if model_type in VISION_MODEL_TYPES else AutoModelForCausalLM
 
 
 def use_activation_checkpointing(model: PreTrainedModel) -> None:

@@ -77,7 +77,8 @@ def role_processes(topology: Topology) -> Iterator[tuple[str, int, int]]:
     """Yield the (role, index, threads) of every process of a run, in the order of their start."""
     roles = topology.roles
     yield "buffer", 0, 1
-    yield "learner", 0, roles.learner.threads
+    for rank in range(roles.learner.ranks):
+        yield "learner", rank, roles.learner.threads
     for index in range(roles.policy.replicas):
         yield "policy", index, roles.policy.threads
     for index in range(roles.analyzers.replicas if topology.uses_analyzers else 0):

@@ -46,6 +46,9 @@ ROLE_MODULES = {
 LAUNCHER_PIPE = "SEED_ASYNC_LAUNCHER_FD"
 """Environment variable with the read end of a pipe whose only writer is the launcher."""
 
+GROUP = "SEED_ASYNC_GROUP"
+"""Environment variable that names the present incarnation of a learner's ranks, by which they find each other."""
+
 NEMESIS = "SEED_ASYNC_NEMESIS"
 """Environment variable that lets SIGUSR2 hang a process on purpose; set by `tools/nemesis.py` only."""
 

@@ -12,12 +12,12 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from seed_async.pulse import PulseWatch, Silence
-from seed_async.role import LAUNCHER_PIPE
+from seed_async.role import GROUP, LAUNCHER_PIPE
 from seed_async.rundir import RunDir
 from seed_async.topology import Supervision
 
@@ -71,8 +71,13 @@ class ChildStarter:
         """Open the pipe; its write end is never inherited."""
         self._read_end, self._write_end = os.pipe()
 
-    def start(self, command: Sequence[str], threads: int, output: int) -> subprocess.Popen[bytes]:
-        """Start `command` in a process group of its own; stdout and stderr go to the descriptor `output`."""
+    def start(
+        self, command: Sequence[str], threads: int, output: int, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start `command` in a process group of its own; stdout and stderr go to the descriptor `output`.
+
+        `more` are environment variables of this command.
+        """
         environment = os.environ | {
             LAUNCHER_PIPE: str(self._read_end),
             "OMP_NUM_THREADS": str(threads),
@@ -85,6 +90,7 @@ class ChildStarter:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
+        environment |= more or {}
         # A group of its own: Ctrl-C on the terminal reaches the launcher alone, which decides what it means.
         return subprocess.Popen(
             command,
@@ -159,6 +165,7 @@ class Supervisor:
         self._on_event, self._command, self._recovering = on_event, command, recovering
         self._roles: list[_Role] = []
         self._killed = False
+        self._generation = 0
         run_dir.logs.mkdir(parents=True, exist_ok=True)
 
     def start(self, role: str, index: int = 0, threads: int = 1) -> None:
@@ -181,7 +188,8 @@ class Supervisor:
             elif each.process is None and not each.done and time.monotonic() >= each.restart_at_s:
                 self.restarts[each.name] += 1
                 self._spawn(each)
-        return any(each.role == "learner" and each.done for each in self._roles)
+        ranks = [each for each in self._roles if each.role == "learner"]
+        return bool(ranks) and all(each.done for each in ranks)
 
     def stop(self) -> None:
         """End every process: SIGTERM, the buffer last because the others still report to it, then SIGKILL."""
@@ -218,7 +226,8 @@ class Supervisor:
         each.pulse.restart()
         with self._log(each).open("ab") as log:
             command = self._command(each.role, each.index, self._run_dir.root)
-            each.process = self._starter.start(command, each.threads, log.fileno())
+            group = {GROUP: f"{os.getpid()}-{self._generation}"}
+            each.process = self._starter.start(command, each.threads, log.fileno(), group)
         self._on_event(f"{each.name} started, pid {each.process.pid}")
 
     def _ended(self, each: _Role, process: subprocess.Popen[bytes]) -> None:
@@ -229,10 +238,39 @@ class Supervisor:
         if status == 0 and each.role in ("learner", "evaluation"):
             each.done = True
             self._on_event(how)
-        elif each.role in RESTARTED_ROLES or (each.role in self._recovering and status < 0):
+        elif each.role in RESTARTED_ROLES:
             self._schedule(each, how)
+        elif each.role in self._recovering and self._was_killed(each, status):
+            self._schedule(each, how)
+            self._restart_ranks(each)
         else:
-            raise RunFailedError(self._with_log(each, how))
+            raise RunFailedError("\n".join([self._with_log(each, how), *self._other_failures(each)]))
+
+    def _ranks(self, each: _Role) -> list[_Role]:
+        """The other processes that act as one with this one: the ranks of a learner."""
+        return [other for other in self._roles if other.role == each.role == "learner" and other is not each]
+
+    def _was_killed(self, each: _Role, status: int) -> bool:
+        """Whether something outside has ended it, or another rank: then this one failed for want of the other."""
+        others = [other.process.poll() for other in self._ranks(each) if other.process is not None]
+        return any(code is not None and code < 0 for code in (status, *others))
+
+    def _restart_ranks(self, each: _Role) -> None:
+        """End the other ranks too: the shards of a model are of use only together, and start together."""
+        self._generation += 1
+        for other in self._ranks(each):
+            if other.process is not None:
+                kill_group(other.process)
+                other.process.wait()
+            other.process, other.done, other.restart_at_s = None, False, each.restart_at_s
+
+    def _other_failures(self, each: _Role) -> list[str]:
+        """What the other ranks say that have failed as well: the first fault may be theirs."""
+        return [
+            self._with_log(other, f"{other.name} ended with {describe_exit(other.process.returncode)}")
+            for other in self._ranks(each)
+            if other.process is not None and other.process.poll()
+        ]
 
     def _schedule(self, each: _Role, how: str) -> None:
         """Restart after a delay that doubles with each death in the window, or give the run up."""

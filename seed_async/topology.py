@@ -292,7 +292,10 @@ class Analyzers(Section):
 class Learner(Section):
     """The learner."""
 
-    ranks: Literal[1] = 1
+    ranks: Positive = 1
+    """Processes that share one model by FSDP2, each with its part of the weights and of every batch."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """`cuda`: rank r uses device r of its host."""
     threads: Positive = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the layers compute in. `bfloat16` is faster on a CPU or GPU that has it, and moves the log-probs away from

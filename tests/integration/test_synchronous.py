@@ -19,9 +19,10 @@ from seed_async.actors.evaluation_cli import LocalGenerator
 from seed_async.actors.rollout import EpisodePlayer
 from seed_async.envs.isolation import LocalHost
 from seed_async.envs.registry import open_suite
+from seed_async.learner.leader import numpy_weights
+from seed_async.learner.ranks import Ranks
 from seed_async.learner.scoring import load_policy
 from seed_async.learner.step import update
-from seed_async.learner.trainer import numpy_weights
 from seed_async.learner.update_rows import loss_config, update_batch
 from seed_async.messages import Sample
 from seed_async.rundir import RunDir
@@ -70,7 +71,7 @@ async def train(topology: Topology, checkpoint: Path) -> dict[str, torch.Tensor]
                     samples.append(Sample(trajectory=played, skill=None, skill_reason="method"))
             batch, _ = update_batch(samples, version, tokenizer, topology, policy.config.max_position_embeddings)
             update(batch, loss_config(topology), policy, reference, optimizer)
-            engine.load_weights(version + 1, numpy_weights(policy))
+            engine.load_weights(version + 1, numpy_weights(Ranks().gather(policy)))
     return {name: parameter.detach() for name, parameter in policy.named_parameters()}
 
 

@@ -56,6 +56,12 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, steps: int) 
     return losses
 
 
+def only_file(folder: Path) -> Path:
+    """The file of the one rank."""
+    (path,) = folder.iterdir()
+    return path
+
+
 def snapshot(version: int = 1) -> Snapshot:
     return take_snapshot(version, 1.5, *make_model())
 
@@ -101,20 +107,21 @@ def test_a_damaged_checkpoint_is_passed_over_by_name_and_the_one_before_is_taken
     good = write_checkpoint(tmp_path, snapshot(1), keep=3)
     bad = write_checkpoint(tmp_path, snapshot(2), keep=3)
     assert newest_checkpoint(tmp_path) == (bad, read_manifest(bad))
-    content = bytearray((bad / POLICY).read_bytes())
+    weights, moments = only_file(bad / POLICY), only_file(bad / OPTIMIZER)
+    content = bytearray(weights.read_bytes())
     match damage:
         case "flip":
             content[-3] ^= 1
-            (bad / POLICY).write_bytes(content)
+            weights.write_bytes(content)
         case "cut":
-            (bad / POLICY).write_bytes(content[:-1])
+            weights.write_bytes(content[:-1])
         case "lose":
-            (bad / OPTIMIZER).unlink()
+            moments.unlink()
         case "manifest":
             (bad / MANIFEST).write_text("{")
         case "foreign":
             text = (bad / MANIFEST).read_text()
-            (bad / MANIFEST).write_text(text.replace('"format": 1', '"format": 7'))
+            (bad / MANIFEST).write_text(text.replace('"format": 2', '"format": 7'))
     told: list[str] = []
     assert newest_checkpoint(tmp_path, told.append) == (good, read_manifest(good))
     assert len(told) == 1 and str(bad) in told[0]
@@ -131,7 +138,7 @@ def test_only_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path: Path) 
         write_checkpoint(tmp_path, snapshot(version), keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [NEWEST, "version-00000003", "version-00000004"]
     assert (tmp_path / NEWEST).read_text() == "version-00000004\n"
-    (tmp_path / "version-00000004" / POLICY).write_bytes(b"")
+    only_file(tmp_path / "version-00000004" / POLICY).write_bytes(b"")
     write_checkpoint(tmp_path, snapshot(5), keep=2)
     found = newest_checkpoint(tmp_path)
     assert found is not None and found[1].version == 5
@@ -157,7 +164,7 @@ def test_a_merged_checkpoint_is_a_plain_model_folder(tmp_path: Path) -> None:
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     assert all(map(torch.equal, start.parameters(), merged.parameters()))
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
-    (folder / POLICY).write_bytes(b"damaged")
+    only_file(folder / POLICY).write_bytes(b"damaged")
     with pytest.raises(ValueError, match="damaged files"):
         merge_checkpoint(folder, tmp_path / "start", tmp_path / "again")
     assert not (tmp_path / "again").exists()
@@ -172,8 +179,7 @@ version = int(sys.argv[2])
 while True:
     version += 1
     tensor = torch.full((50_000,), float(version))
-    files = {"policy.safetensors": {"w": tensor}, "optimizer.safetensors": {"random_state": tensor}}
-    write_checkpoint(Path(sys.argv[1]), Snapshot(version, 0.0, files), keep=2)
+    write_checkpoint(Path(sys.argv[1]), Snapshot(version, 0.0, {"w": tensor}, {"random_state": tensor}), keep=2)
     print(version, flush=True)
 """
 

@@ -59,7 +59,8 @@ def test_one_two_and_three_ranks_give_the_same_loss_curve_and_weights(tmp_path: 
         metrics, others = updates_of(scenario, size, tmp_path / str(size))
         for mine, theirs in zip(alone, metrics, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
-            assert theirs["loss_total"] == pytest.approx(mine["loss_total"], rel=1e-6)
+            # The loss is a difference of terms of the size of 1, so it is that which the error is relative to.
+            assert theirs["loss_total"] == pytest.approx(mine["loss_total"], rel=1e-6, abs=1e-6)
         for name, tensor in weights.items():
             torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=1e-5)
 

@@ -6,12 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from seed_async.learner import scoring
 from seed_async.learner.packed_attention import PackedLayout, packed_attention
-from seed_async.learner.packing import plan_micro_batches
 from seed_async.learner.scoring import load_policy, score
 from tests.reference.plain_update import plain_logprobs
 from tests.unit.learner.builders import FAMILIES, gradients, packed, random_row, tiny_model

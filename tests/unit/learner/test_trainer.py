@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from seed_async.journal import Journal
-from seed_async.learner.trainer import learning_rate, newest_published
+from seed_async.learner.leader import newest_published
+from seed_async.learner.trainer import learning_rate
 from seed_async.topology import Optimizer
 
 

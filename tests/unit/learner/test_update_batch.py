@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from seed_async.learner.algorithms.methods import METHODS
-from seed_async.learner.trainer import report_update
+from seed_async.learner.leader import report_update
 from seed_async.learner.update_rows import loss_config, teacher_skill, update_batch
 from seed_async.messages import Sample, Skill, StepSkill, Trajectory
 from seed_async.metrics import Metrics
