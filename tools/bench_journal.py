@@ -41,6 +41,7 @@ class Figures(NamedTuple):
     recover_s: float
     recover_cpu_s: float
     audit_s: float
+    audit_cpu_s: float
 
 
 def make_topology() -> Topology:
@@ -99,9 +100,9 @@ def measure(trajectories: int, folder: Path) -> Figures:
     journal.close()
     trained.close()
     recover_s, recover_cpu_s = _timed(lambda: recover(read_journal(path)))
-    audit_s, _ = _timed(lambda: replay(read_journal(path), topology))
+    audit_s, audit_cpu_s = _timed(lambda: replay(read_journal(path), topology))
     buffer_bytes, learner_bytes = (file.stat().st_size / done for file in (path, learner_path))
-    return Figures(done, buffer_bytes, learner_bytes, recover_s, recover_cpu_s, audit_s)
+    return Figures(done, buffer_bytes, learner_bytes, recover_s, recover_cpu_s, audit_s, audit_cpu_s)
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -119,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = measure(arguments.trajectories, Path(folder))
-    table = Table("journal of", "buffer", "learner", "recover", "of it CPU", "audit", title="a journal")
+    table = Table("journal of", "buffer", "learner", "recover", "of it CPU", "audit", "of it CPU", title="a journal")
     table.add_row(
         f"{figures.trajectories:,}",
         f"{figures.buffer_bytes:.0f} B each",
@@ -127,6 +128,7 @@ def main() -> None:
         f"{figures.recover_s:.1f} s",
         f"{figures.recover_cpu_s:.1f} s",
         f"{figures.audit_s:.1f} s",
+        f"{figures.audit_cpu_s:.1f} s",
     )
     Console().print(table)
 
