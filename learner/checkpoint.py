@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -38,6 +39,10 @@ Tensors = dict[str, torch.Tensor]
 
 class CheckpointMismatchError(ValueError):
     """A checkpoint of another model or optimizer."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written; the ones before are as they were."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,22 +145,34 @@ def _is_sharded(tensors: Tensors) -> bool:
 def write_checkpoint(root: Path, snapshot: Snapshot, keep: int, writers: Writers = ALONE) -> Path:
     """Write a checkpoint below `root` and remove all but the `keep` newest; returns its folder.
 
-    Each rank of a sharded model calls it with its own snapshot; the leader makes it valid once all have written.
+    Each rank of a sharded model calls it with its own snapshot; the leader makes it valid once all have written. Raises
+    CheckpointError.
     """
     folder = root / f"version-{snapshot.version:08d}"
     staging = folder.with_suffix(STAGING)
-    if writers.leads:
-        root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(f"*{STAGING}"):  # of a process that was killed
-            shutil.rmtree(left)
-        staging.mkdir()
-    for name, tensors in ((POLICY, snapshot.policy), (OPTIMIZER, snapshot.optimizer)):
-        writer = HuggingFaceStorageWriter(str(staging / name), save_distributed=True)
-        save(dict(tensors), storage_writer=writer, process_group=writers.group, no_dist=writers.group is None)
-    if writers.leads:
-        _make_valid(root, staging, folder, snapshot)
-        _prune(root, keep)
+    try:
+        if writers.leads:
+            root.mkdir(parents=True, exist_ok=True)
+            for left in root.glob(f"*{STAGING}"):  # of a process that was killed
+                shutil.rmtree(left)
+            staging.mkdir()
+        for name, tensors in ((POLICY, snapshot.policy), (OPTIMIZER, snapshot.optimizer)):
+            writer = HuggingFaceStorageWriter(str(staging / name), save_distributed=True)
+            save(dict(tensors), storage_writer=writer, process_group=writers.group, no_dist=writers.group is None)
+        if writers.leads:
+            _make_valid(root, staging, folder, snapshot)
+            _prune(root, keep)
+    except (OSError, CheckpointException) as error:
+        shutil.rmtree(staging, ignore_errors=True)  # what it holds may be what the disk lacks
+        raise CheckpointError(f"{folder} was not written: {_reason(error)}") from error
     return folder
+
+
+def _reason(error: OSError | CheckpointException) -> str:
+    """What went wrong, on each rank where something did."""
+    if isinstance(error, OSError):
+        return str(error)
+    return "; ".join(f"rank {rank}: {fault[0]!r}" for rank, fault in error.failures.items())
 
 
 def _make_valid(root: Path, staging: Path, folder: Path, snapshot: Snapshot) -> None:

@@ -2,40 +2,51 @@
 
     python -m tests.unit.learner.rank_worker SCENARIO RANK SIZE FOLDER
 
-Writes `FOLDER/rank-R.json` with the metrics of each update, and the leader the final weights.
+Writes `FOLDER/rank-R.json` with the metrics of each update, and the leader the final weights. It goes on from a
+checkpoint below FOLDER if there is one, and leaves one behind; scenarios `front` and `rear` are the halves of `whole`.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from seed_async.learner.checkpoint import CheckpointWriter, newest_checkpoint, restore, take_snapshot
 from seed_async.learner.ranks import Ranks
 from seed_async.learner.step import update
 from tests.unit.learner.builders import LOUD, packed, random_batch, tiny_model
 
-NUM_UPDATES = 4
-SCENARIOS = {
-    "whole": ({}, {"num_groups": 3}),
+WHOLE: dict[str, Any] = {"num_groups": 3}
+SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], range]] = {
+    "whole": ({}, WHOLE, range(4)),
+    "front": ({}, WHOLE, range(2)),
+    "rear": ({}, WHOLE, range(2, 4)),
     # Mini-batches smaller than the number of ranks, masked tokens, contexts of their own: ranks without work.
-    "few": ({"mini_batch_trajectories": 2, "method": "opid"}, {"masked_share": 0.6, "layout": "mixed"}),
+    "few": ({"mini_batch_trajectories": 2, "method": "opid"}, {"masked_share": 0.6, "layout": "mixed"}, range(4)),
 }
 
 
 def main(scenario: str, rank: int, size: int, folder: Path) -> None:
     """Train."""
     torch.set_num_threads(1)
-    changes, batches = SCENARIOS[scenario]
+    changes, batches, updates = SCENARIOS[scenario]
     config = type(LOUD)(**(vars(LOUD) | {"max_grad_norm": 1.0} | changes))
-    ranks = Ranks.join(rank, size, "cpu", folder / f"meeting-{size}", "lo", lambda: None)
+    ranks = Ranks.join(rank, size, "cpu", folder / f"meeting-{scenario}-{size}", "lo", lambda: None)
     policy, reference = (ranks.shard(packed(tiny_model(seed=seed))) for seed in (0, 1))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    found = newest_checkpoint(folder / "checkpoints")
+    if found is not None:
+        restore(found[0], policy, optimizer)
     metrics = []
-    for number in range(NUM_UPDATES):
+    for number in updates:
         batch = random_batch(number, **batches)
         metrics.append(update(batch, config, policy, reference, optimizer, ranks))
+    writer = CheckpointWriter(folder / "checkpoints", 1, ranks.writers())
+    writer.submit(take_snapshot(updates.stop, 0.0, policy, optimizer))
+    writer.wait()
     weights = {name: ranks.whole(parameter.detach()) for name, parameter in policy.named_parameters()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(metrics))
     if ranks.leads:

@@ -44,7 +44,7 @@ def run_ranks(module: str, size: int, *arguments: str) -> None:
 
 def updates_of(scenario: str, size: int, folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """The metrics of every update, equal on all ranks, and the weights in the end."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     run_ranks("rank_worker", size, scenario, str(folder))
     metrics = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
     untimed = [[{k: v for k, v in line.items() if not k.startswith("seconds_")} for line in each] for each in metrics]
@@ -60,6 +60,18 @@ def test_one_two_and_three_ranks_give_the_same_loss_curve_and_weights(tmp_path: 
         for mine, theirs in zip(alone, metrics, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
             # The loss is a difference of terms of the size of 1, so it is that which the error is relative to.
+            assert theirs["loss_total"] == pytest.approx(mine["loss_total"], rel=1e-6, abs=1e-6)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_what_two_ranks_have_saved_one_or_three_go_on_from(tmp_path: Path) -> None:
+    uninterrupted, weights = updates_of("whole", 1, tmp_path / "whole")
+    for size in (1, 3):
+        folder = tmp_path / str(size)
+        metrics = updates_of("front", 2, folder)[0]
+        more, others = updates_of("rear", size, folder)
+        for mine, theirs in zip(uninterrupted, metrics + more, strict=True):
             assert theirs["loss_total"] == pytest.approx(mine["loss_total"], rel=1e-6, abs=1e-6)
         for name, tensor in weights.items():
             torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=1e-5)
