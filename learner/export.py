@@ -5,20 +5,31 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from seed_async.learner.adapters import add_adapters, plain_parameters
 from seed_async.learner.checkpoint import read_manifest, restore_policy
 from seed_async.learner.scoring import auto_class
+from seed_async.topology import Lora
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def export_weights(weights: Mapping[str, torch.Tensor], model_dir: Path, out: Path) -> PreTrainedModel:
-    """Write `weights` and the tokenizer files of `model_dir` to `out`, in the dtype of the model there; returns it.
+    """Write `weights` with the configuration and tokenizer of `model_dir` to `out`, in the dtype given there.
+
+    Returns the model that was written.
 
     Raises ValueError when they are not those of that model.
     """
-    model: PreTrainedModel = auto_class(model_dir).from_pretrained(model_dir, local_files_only=True)
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    model: PreTrainedModel = auto_class(model_dir).from_config(config, dtype=config.dtype or torch.float32)
     parameters = dict(model.named_parameters())
     if different := sorted(
         name
@@ -41,24 +52,25 @@ def export_policy(model: PreTrainedModel, tokenizer_from: Path, out: Path) -> No
     staging = out.with_name(out.name + ".staging")
     shutil.rmtree(staging, ignore_errors=True)
     model.save_pretrained(staging)
-    for name in TOKENIZER_FILES:
+    for name in COPIED_FILES:
         if (tokenizer_from / name).is_file():
             shutil.copy(tokenizer_from / name, staging / name)
     shutil.rmtree(out, ignore_errors=True)
     staging.rename(out)
 
 
-def merge_checkpoint(checkpoint: Path, model_dir: Path, out: Path) -> int:
+def merge_checkpoint(checkpoint: Path, model_dir: Path, out: Path, lora: Lora | None = None) -> int:
     """Export a training checkpoint; `model_dir` is what the run started from. Returns the checkpoint's version.
 
-    The result is loaded again with plain transformers, and must give the same logits. Raises ValueError for a damaged
-    checkpoint or one of another model.
+    With `lora` it holds adapters of that model, which are merged into its weights. The result is loaded again with
+    plain transformers, and must give the same logits. Raises ValueError for a damaged checkpoint or another model's.
     """
     manifest = read_manifest(checkpoint)
     model = auto_class(model_dir).from_pretrained(model_dir, local_files_only=True)
+    if lora is not None:
+        add_adapters(model, lora, seed=0)
     restore_policy(checkpoint, model)
-    export_policy(model, model_dir, out)
-    check_export(model, out)
+    check_export(export_weights(dict(plain_parameters(model, lambda tensor: tensor)), model_dir, out), out)
     return manifest.version
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from seed_async.codec import decode, encode
+from seed_async.learner.adapters import plain_parameters
 from seed_async.learner.checkpoint import ALONE, Writers
 from seed_async.learner.scoring import SCORE_METHOD, score_packed
 from seed_async.messages import Message
@@ -136,10 +137,9 @@ class Ranks:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def gather(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Return all weights by name, tied ones once, on the leader; {} on the others, which must ask for them too."""
+        """Return all weights by name, adapters merged, on the leader; {} on the others, which must ask for them too."""
         gathered = {}
-        for name, parameter in model.named_parameters():
-            tensor = self.whole(parameter.detach())
+        for name, tensor in plain_parameters(model, self.whole):
             if self.leads:
                 gathered[name] = tensor
         return gathered

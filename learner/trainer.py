@@ -12,7 +12,14 @@ import time
 
 import torch
 
-from seed_async.learner.checkpoint import CheckpointWriter, newest_checkpoint, restore, take_snapshot
+from seed_async.learner.adapters import add_adapters
+from seed_async.learner.checkpoint import (
+    CheckpointWriter,
+    newest_checkpoint,
+    restore,
+    take_snapshot,
+    trained_parameters,
+)
 from seed_async.learner.export import export_weights
 from seed_async.learner.leader import Leader
 from seed_async.learner.ranks import Ranks
@@ -43,7 +50,10 @@ class Learner:
         checkpoint = run_dir.initial_model(topology)
         self._tokenizer = ChatTokenizer.load(checkpoint)
         recompute = topology.roles.learner.activation_checkpointing
-        self._policy = ranks.shard(load_policy(checkpoint, activation_checkpointing=recompute))
+        policy = load_policy(checkpoint, activation_checkpointing=recompute)
+        if topology.model.lora is not None:
+            add_adapters(policy, topology.model.lora, topology.run.seed)
+        self._policy = ranks.shard(policy)
         context.pulse.step()
         with_reference = topology.loss.kl_coef > 0
         self._reference = ranks.shard(load_policy(checkpoint).requires_grad_(False)) if with_reference else None
@@ -51,7 +61,7 @@ class Learner:
         for model in filter(None, (self._policy, self._reference)):
             model.base_model.register_forward_hook(lambda *_: context.pulse.beat())  # each micro-batch is a turn
         self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(),
+            trained_parameters(self._policy).values(),
             lr=topology.optimizer.lr,
             betas=topology.optimizer.betas,
             weight_decay=topology.optimizer.weight_decay,

@@ -218,22 +218,37 @@ def evaluate(
 
 @app.command()
 def merge(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: runs/NAME/checkpoints/version-00000010.")],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            help="Checkpoint folder: runs/NAME/checkpoints/version-00000010, or verl's global_step_N/actor."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the model; must not exist.")],
     model: Annotated[Path | None, typer.Option(help="What the run started from; by default that of its run.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Read verl's pickled shards: you know who made them.")] = False,
 ) -> None:
     """Make a Hugging Face folder of a training checkpoint, checked by loading it again."""
     from seed_async.learner.export import merge_checkpoint
+    from seed_async.learner.verl_shards import is_verl_checkpoint, merge_verl_shards
 
     run_dir = RunDir(checkpoint.resolve().parent.parent)
     with _user_errors():
         if out.exists():
             raise UsageError(f"{out} exists already")
+        if is_verl_checkpoint(checkpoint):
+            try:
+                merge_verl_shards(checkpoint, out, model, trust=trust)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+            print(f"{checkpoint} -> {out}")
+            return
         if model is None and not run_dir.topology.is_file():
             raise UsageError(f"{checkpoint} does not lie in a run directory: give --model")
-        start = model or run_dir.initial_model(load_topology(run_dir.topology))
+        topology = load_topology(run_dir.topology) if run_dir.topology.is_file() else None
+        start = model or (run_dir.initial_model(topology) if topology else checkpoint)
         try:
-            version = merge_checkpoint(checkpoint, start, out)
+            version = merge_checkpoint(checkpoint, start, out, topology.model.lora if topology else None)
         except ValueError as error:
             raise UsageError(str(error)) from error
     print(f"version {version} -> {out}")

@@ -118,11 +118,22 @@ class TinyModel(Section):
         return self
 
 
+class Lora(Section):
+    """Low-rank adapters: W + alpha / rank * B A, of which only A and B are trained (needs the extra `lora`)."""
+
+    rank: Positive = 16
+    alpha: Positive = 32
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers that get one, e.g. [q_proj, v_proj]; none: all but the vocabulary projection."""
+
+
 class Model(Section):
     """Where the initial checkpoint comes from: an existing Hugging Face folder, or Stage 1 of this run."""
 
     path: Path | None = None
     init: TinyModel | None = None
+    lora: Lora | None = None
+    """Train adapters instead of all weights; what is published, exported and merged is a plain model all the same."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

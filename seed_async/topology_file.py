@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +195,30 @@ def check_machine(
 
     `topology` was loaded from `path` with `overrides`; `num_devices` tells how many CUDA devices there are.
     """
-    if topology.weights.transport != "nccl":
-        return
-    needed, found = 1 + topology.num_weight_receivers, num_devices()
-    if found < needed:
+    for path_of_key, lack in _lacks(topology, num_devices):
         where = str(path)
         _, lines = _parse(_substitute(_read_text(path), where), where)
         applied = {_apply_override({}, override): override for override in overrides}
-        raise TopologyError(
-            f"{_place(('weights', 'transport'), where, lines, applied)}: weights.transport nccl needs a CUDA device "
-            f"each for the learner and {topology.num_weight_receivers} receivers of its weights, {needed} in all; this "
-            f"machine has {found}: use shm or gloo"
+        raise TopologyError(f"{_place(path_of_key, where, lines, applied)}: {lack}")
+
+
+def _lacks(topology: Topology, num_devices: Callable[[], int]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what this machine lacks for a topology, with the key that asks for it."""
+    learner, receivers = topology.roles.learner, topology.num_weight_receivers
+    if topology.weights.transport == "nccl" and num_devices() < 1 + receivers:
+        yield (
+            ("weights", "transport"),
+            f"weights.transport nccl needs a CUDA device each for the learner and {receivers} receivers of its "
+            f"weights, {1 + receivers} in all; this machine has {num_devices()}: use shm or gloo",
         )
+    if learner.device == "cuda" and num_devices() < learner.ranks:
+        yield (
+            ("roles", "learner", "device"),
+            f"roles.learner.device cuda needs a CUDA device for each of {learner.ranks} ranks; this machine has "
+            f"{num_devices()}",
+        )
+    if topology.model.lora is not None and find_spec("peft") is None:
+        yield ("model", "lora"), "model.lora needs peft, which is not installed: pip install 'seed-async[lora]'"
 
 
 def dump_topology(topology: Topology) -> str:

@@ -120,6 +120,14 @@ def test_other_transports_ask_no_driver(tmp_path: Path) -> None:
     check_machine(parse_topology(MINIMAL, "t.yaml", ("weights.transport=gloo",)), tmp_path / "none", (), fail)
 
 
+def test_a_learner_on_cuda_needs_a_device_for_each_rank(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(MINIMAL + "roles:\n  learner: {device: cuda, ranks: 2}\n")
+    check_machine(load_topology(path), path, (), lambda: 2)
+    with pytest.raises(TopologyError, match=r"t\.yaml:3: .* each of 2 ranks; this machine has 1"):
+        check_machine(load_topology(path), path, (), lambda: 1)
+
+
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"  \n\n"):
         assert "the file is empty" in file_error(tmp_path / "t.yaml", content)

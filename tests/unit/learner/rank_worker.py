@@ -14,9 +14,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from seed_async.learner.checkpoint import CheckpointWriter, newest_checkpoint, restore, take_snapshot
+from seed_async.learner.adapters import add_adapters
+from seed_async.learner.checkpoint import (
+    CheckpointWriter,
+    newest_checkpoint,
+    restore,
+    take_snapshot,
+    trained_parameters,
+)
 from seed_async.learner.ranks import Ranks
 from seed_async.learner.step import update
+from seed_async.topology import Lora
 from tests.unit.learner.builders import LOUD, packed, random_batch, tiny_model
 
 WHOLE: dict[str, Any] = {"num_groups": 3}
@@ -25,6 +33,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], range]] = {
     "front": ({}, WHOLE, range(2)),
     "rear": ({}, WHOLE, range(2, 4)),
     # Mini-batches smaller than the number of ranks, masked tokens, contexts of their own: ranks without work.
+    "adapters": ({}, WHOLE, range(4)),
     "few": ({"mini_batch_trajectories": 2, "method": "opid"}, {"masked_share": 0.6, "layout": "mixed"}, range(4)),
 }
 
@@ -35,8 +44,11 @@ def main(scenario: str, rank: int, size: int, folder: Path) -> None:
     changes, batches, updates = SCENARIOS[scenario]
     config = type(LOUD)(**(vars(LOUD) | {"max_grad_norm": 1.0} | changes))
     ranks = Ranks.join(rank, size, "cpu", folder / f"meeting-{scenario}-{size}", "lo", lambda: None)
-    policy, reference = (ranks.shard(packed(tiny_model(seed=seed))) for seed in (0, 1))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    policy, reference = (packed(tiny_model(seed=seed)) for seed in (0, 1))
+    if scenario == "adapters":
+        add_adapters(policy, Lora(rank=2), seed=0)
+    policy, reference = ranks.shard(policy), ranks.shard(reference)
+    optimizer = torch.optim.AdamW(trained_parameters(policy).values(), lr=1e-3)
     found = newest_checkpoint(folder / "checkpoints")
     if found is not None:
         restore(found[0], policy, optimizer)
@@ -47,7 +59,7 @@ def main(scenario: str, rank: int, size: int, folder: Path) -> None:
     writer = CheckpointWriter(folder / "checkpoints", 1, ranks.writers())
     writer.submit(take_snapshot(updates.stop, 0.0, policy, optimizer))
     writer.wait()
-    weights = {name: ranks.whole(parameter.detach()) for name, parameter in policy.named_parameters()}
+    weights = ranks.gather(policy)
     (folder / f"rank-{rank}.json").write_text(json.dumps(metrics))
     if ranks.leads:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")

@@ -52,7 +52,7 @@ def updates_of(scenario: str, size: int, folder: Path) -> tuple[list[dict[str, A
     return untimed[0], load_file(folder / "weights.safetensors")
 
 
-@pytest.mark.parametrize("scenario", ["whole", "few"])
+@pytest.mark.parametrize("scenario", ["whole", "few", "adapters"])
 def test_one_two_and_three_ranks_give_the_same_loss_curve_and_weights(tmp_path: Path, scenario: str) -> None:
     alone, weights = updates_of(scenario, 1, tmp_path / "1")
     for size in (2, 3):

@@ -1,0 +1,92 @@
+"""Low-rank adapters: only they learn, and what leaves the learner is a plain model that gives the same logits."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from seed_async.learner.adapters import add_adapters, plain_parameters
+from seed_async.learner.checkpoint import restore, take_snapshot, trained_parameters, write_checkpoint
+from seed_async.learner.export import merge_checkpoint
+from seed_async.learner.ranks import Ranks
+from seed_async.learner.scoring import auto_class
+from seed_async.learner.step import update
+from seed_async.topology import Lora
+from tests.unit.learner.builders import FAMILIES, LOUD, packed, random_batch, tiny_model
+
+LORA = Lora(rank=4, alpha=8)
+
+
+def trained(lora: Lora = LORA, family: str = "llama") -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    """A model with adapters after two updates."""
+    model = packed(tiny_model(family))
+    add_adapters(model, lora, seed=1)
+    optimizer = torch.optim.AdamW(trained_parameters(model).values(), lr=1e-2)
+    for number in range(2):
+        update(random_batch(number), LOUD, model, packed(tiny_model(family, seed=1)), optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_adapters_learn_and_the_merged_weights_give_the_same_log_probs(family: str) -> None:
+    start, (model, _) = tiny_model(family), trained(family=family)
+    base = dict(start.named_parameters())
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(parameter, base[name.replace(".base_layer.", ".")])
+    merged = Ranks().gather(model)
+    assert merged.keys() == base.keys()
+    assert not torch.equal(merged["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
+    plain = copy.deepcopy(start)
+    plain.load_state_dict(merged, strict=False)
+    ids = torch.arange(20)[None]
+    adapted = copy.deepcopy(start)
+    add_adapters(adapted, LORA, seed=1)
+    adapted.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_new_adapters_change_nothing_and_the_seed_alone_decides_them() -> None:
+    one, two, three = (tiny_model() for _ in range(3))
+    ids = torch.arange(20)[None]
+    before = one(ids).logits
+    for model, seed in ((one, 5), (two, 5), (three, 6)):
+        state = torch.get_rng_state()
+        add_adapters(model, LORA, seed)
+        assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(one(ids).logits, before)
+    weights = [dict(model.named_parameters()) for model in (one, two, three)]
+    name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert torch.equal(weights[0][name], weights[1][name]) and not torch.equal(weights[0][name], weights[2][name])
+
+
+def test_only_the_layers_that_are_named_get_one() -> None:
+    model = tiny_model()
+    add_adapters(model, Lora(targets=("q_proj", "v_proj")), seed=0)
+    layers = {name.split(".lora_")[0].rsplit(".", 1)[1] for name in trained_parameters(model)}
+    assert layers == {"q_proj", "v_proj"}
+    with pytest.raises(ValueError, match="no_such_layer"):
+        add_adapters(tiny_model(), Lora(targets=("no_such_layer",)), seed=0)
+
+
+def test_a_checkpoint_holds_the_adapters_resumes_exactly_and_merges_into_a_plain_model(tmp_path: Path) -> None:
+    start = tiny_model()
+    start.save_pretrained(tmp_path / "start")
+    model, optimizer = trained()
+    folder = write_checkpoint(tmp_path / "checkpoints", take_snapshot(2, 0.0, model, optimizer), keep=1)
+    again, its_optimizer = packed(start), None
+    add_adapters(again, LORA, seed=9)
+    its_optimizer = torch.optim.AdamW(trained_parameters(again).values(), lr=1e-2)
+    restore(folder, again, its_optimizer)
+    for each, its in ((model, optimizer), (again, its_optimizer)):
+        update(random_batch(7), LOUD, each, packed(tiny_model(seed=1)), its)
+    for name, tensor in plain_parameters(model, lambda tensor: tensor):
+        assert torch.equal(tensor, dict(plain_parameters(again, lambda tensor: tensor))[name])
+    restore(folder, model, optimizer)
+    assert merge_checkpoint(folder, tmp_path / "start", tmp_path / "merged", LORA) == 2
+    merged = auto_class(tmp_path / "merged").from_pretrained(tmp_path / "merged")
+    expected = Ranks().gather(model)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in merged.named_parameters())
