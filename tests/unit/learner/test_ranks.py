@@ -22,59 +22,56 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"
 
 
 def run_ranks(module: str, size: int, *arguments: str) -> None:
-    """Run one process a rank to its end."""
+    """Run one process a rank to its end; rank and size follow the other arguments."""
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                f"tests.unit.learner.{module}",
-                *arguments[:-1],
-                str(rank),
-                str(size),
-                arguments[-1],
-            ],
+            [sys.executable, "-m", f"tests.unit.learner.{module}", *arguments, str(rank), str(size)],
             cwd=ROOT,
             env=ENVIRONMENT,
         )
         for rank in range(size)
     ]
-    assert [process.wait(timeout=120) for process in processes] == [0] * size
+    assert [process.wait(timeout=240) for process in processes] == [0] * size
 
 
-def updates_of(scenario: str, size: int, folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """The metrics of every update, equal on all ranks, and the weights in the end."""
-    folder.mkdir(exist_ok=True)
-    run_ranks("rank_worker", size, scenario, str(folder))
-    metrics = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What 1, 2 and 3 ranks made of every scenario; two make the `front` from which the others go on."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for size, half in ((2, "front"), (1, "rear"), (3, "rear")):
+        run_ranks("rank_worker", size, str(folder), f"whole,few,adapters,{half}")
+    return folder
+
+
+def curve(folder: Path, scenario: str, size: int) -> list[dict[str, Any]]:
+    """The metrics of every update, which must be the same on all ranks."""
+    metrics = [json.loads((folder / f"{scenario}-{size}-{rank}.json").read_text()) for rank in range(size)]
     untimed = [[{k: v for k, v in line.items() if not k.startswith("seconds_")} for line in each] for each in metrics]
     assert all(each == untimed[0] for each in untimed)
-    return untimed[0], load_file(folder / "weights.safetensors")
+    return untimed[0]
+
+
+def assert_same(folder: Path, mine: list[dict[str, Any]], theirs: list[dict[str, Any]], names: tuple[str, str]) -> None:
+    """Losses to 1e-6 of the terms that they are the difference of, which are of the size of 1; weights to 1e-5."""
+    for one, other in zip(mine, theirs, strict=True):
+        assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
+        assert other["loss_total"] == pytest.approx(one["loss_total"], rel=1e-6, abs=1e-6)
+    one_model, other_model = (load_file(folder / f"{name}.safetensors") for name in names)
+    for name, tensor in one_model.items():
+        torch.testing.assert_close(other_model[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("scenario", ["whole", "few", "adapters"])
-def test_one_two_and_three_ranks_give_the_same_loss_curve_and_weights(tmp_path: Path, scenario: str) -> None:
-    alone, weights = updates_of(scenario, 1, tmp_path / "1")
+def test_one_two_and_three_ranks_give_the_same_loss_curve_and_weights(trained: Path, scenario: str) -> None:
     for size in (2, 3):
-        metrics, others = updates_of(scenario, size, tmp_path / str(size))
-        for mine, theirs in zip(alone, metrics, strict=True):
-            assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
-            # The loss is a difference of terms of the size of 1, so it is that which the error is relative to.
-            assert theirs["loss_total"] == pytest.approx(mine["loss_total"], rel=1e-6, abs=1e-6)
-        for name, tensor in weights.items():
-            torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=1e-5)
+        pair = (f"{scenario}-1", f"{scenario}-{size}")
+        assert_same(trained, curve(trained, scenario, 1), curve(trained, scenario, size), pair)
 
 
-def test_what_two_ranks_have_saved_one_or_three_go_on_from(tmp_path: Path) -> None:
-    uninterrupted, weights = updates_of("whole", 1, tmp_path / "whole")
-    for size in (1, 3):
-        folder = tmp_path / str(size)
-        metrics = updates_of("front", 2, folder)[0]
-        more, others = updates_of("rear", size, folder)
-        for mine, theirs in zip(uninterrupted, metrics + more, strict=True):
-            assert theirs["loss_total"] == pytest.approx(mine["loss_total"], rel=1e-6, abs=1e-6)
-        for name, tensor in weights.items():
-            torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("size", [1, 3])
+def test_others_go_on_from_what_two_ranks_have_saved(trained: Path, size: int) -> None:
+    resumed = curve(trained, "front", 2) + curve(trained, "rear", size)
+    assert_same(trained, curve(trained, "whole", 1), resumed, ("whole-1", f"rear-{size}"))
 
 
 @given(st.lists(st.integers(1, 500), max_size=30), st.integers(1, 5))

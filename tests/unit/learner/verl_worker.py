@@ -1,6 +1,6 @@
 """Writes the shards of a random model as verl's FSDP workers do.
 
-python -m tests.unit.learner.verl_worker RANK SIZE FOLDER
+python -m tests.unit.learner.verl_worker FOLDER RANK SIZE
 """
 
 import os
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.unit.learner.builders import tiny_model
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+def main(folder: Path, rank: int, size: int) -> None:
     """Shard each layer and the rest, and save the state dictionary."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
@@ -30,4 +30,4 @@ def main(rank: int, size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
