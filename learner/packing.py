@@ -69,7 +69,9 @@ class _PrefixTree:
         node, known = self._descend(blocks)
         for block in blocks[known:]:
             self._owners.append(row)
-            node = self._children[node, block] = len(self._owners) - 1
+            child = len(self._owners) - 1
+            self._children[node, block] = child
+            node = child
 
     def _descend(self, blocks: list[bytes]) -> tuple[int, int]:
         """The deepest node that the blocks lead to, and how many of them do."""
@@ -115,10 +117,10 @@ def pack(rows: Sequence[MaskedRow], device: torch.device) -> PackedRow:
 
     Raises ValueError for a row that cannot be scored.
     """
-    tree = _PrefixTree()
+    tree, start = _PrefixTree(), 0
     places: list[np.ndarray] = []
-    positions, new_lengths = [], []
-    start = 0
+    positions: list[np.ndarray] = []
+    new_lengths: list[int] = []
     for index, row in enumerate(rows):
         _check(row)
         shared = tree.shared(row.token_ids)

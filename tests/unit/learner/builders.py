@@ -10,10 +10,16 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from seed_async.layouts import TokenRow
@@ -27,6 +33,22 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+}
+# Each architecture's vision tower as small as it gets: rows of text never reach it.
+VISION = {
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+    "qwen2_5_vl": {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_heads": 2},
+    "qwen3_vl": {
+        "depth": 1,
+        "hidden_size": 16,
+        "out_hidden_size": 32,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "deepstack_visual_indexes": [0],
+    },
 }
 
 
@@ -34,21 +56,27 @@ def tiny_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
     """Two layers with grouped heads, weights large enough that probabilities differ visibly; plain attention."""
     torch.manual_seed(seed)
     config_type, model_type = FAMILIES[family]
-    config = config_type(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    return model_type(config).eval()
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    if family in VISION:
+        # 8 entries of a head turn in pairs, split over the time, height and width of a position.
+        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+        extra = {"head_dim": 8} if family == "qwen3_vl" else {}
+        return model_type(
+            config_type(text_config=text | extra | {"rope_parameters": rope}, vision_config=VISION[family])
+        ).eval()
+    return model_type(config_type(**text, head_dim=8)).eval()
 
 
 def packed(model: PreTrainedModel) -> PreTrainedModel:

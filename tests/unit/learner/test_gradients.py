@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from seed_async.layouts import TokenRow
 from seed_async.learner.algorithms.methods import METHODS
 from seed_async.learner.batch import UpdateBatch
+from seed_async.learner.packing import pack
 from seed_async.learner.step import update
+from seed_async.learner.targets import score_targets
 from tests.reference.plain_update import plain_loss, plain_update
 from tests.unit.learner.builders import (
     LAYOUTS,
     LOUD,
+    VOCABULARY,
     changed,
     gradients,
     loss_and_gradient,
@@ -85,6 +89,37 @@ def test_masked_tokens_are_left_out_of_every_term_as_in_the_reference(method) ->
     whole = dataclasses.replace(first, trained=np.zeros_like(first.trained))
     batch = UpdateBatch((whole, *batch.trajectories[1:]))
     assert_equal_to_the_reference(batch, dataclasses.replace(LOUD, method=method))
+
+
+def with_openings(batch: UpdateBatch) -> UpdateBatch:
+    """The batch with 40 prompt tokens in front of every row, the same for each context of a group."""
+
+    def opened(row: TokenRow, group_id: str) -> TokenRow:
+        opening = np.random.default_rng(int(group_id[1:])).integers(0, VOCABULARY, 40).astype(np.int32)
+        mask = np.concatenate([np.zeros(40, dtype=bool), row.response_mask])
+        return TokenRow(np.concatenate([opening, row.token_ids]), mask, row.turn_index)
+
+    return changed(
+        batch,
+        plain=lambda t: tuple(opened(row, t.group_id) for row in t.plain),
+        skill=lambda t: tuple(opened(row, t.group_id) for row in t.skill),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prefix_that_rows_share_is_computed_once_and_changes_nothing(layout) -> None:
+    """Neither the loss nor its gradient, nor the scores of both contexts in one stream."""
+    batch = with_openings(random_batch(seed=3, layout=layout, left_out=True))
+    rows = [row for t in batch.trajectories for row in (*t.plain, *t.skill)]
+    assert pack(rows, torch.device("cpu")).input_ids.numel() < sum(len(row.token_ids) for row in rows) - 32 * 8
+    config = dataclasses.replace(LOUD, token_budget=400)
+    assert_equal_to_the_reference(batch, config)
+    policy, reference = packed(tiny_model()), packed(tiny_model(seed=1))
+    targets, alone = (
+        score_targets(batch, dataclasses.replace(config, token_budget=budget), policy, reference) for budget in (400, 1)
+    )
+    torch.testing.assert_close(targets.proximal, alone.proximal, rtol=0, atol=1e-5)
+    torch.testing.assert_close(targets.skill, alone.skill, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["transcript", "windowed"])
