@@ -181,7 +181,7 @@ def model_flops(model: PreTrainedModel, contexts: Sequence[Contexts]) -> float:
     return total
 
 
-def run_side(mode: str, side: Side, arguments: Sequence[str]) -> Measured:
+def run_side(side: Side, arguments: Sequence[str]) -> Measured:
     """Measure one side in a fresh process. Raises CalledProcessError when it fails."""
     command = [sys.executable, "-m", "seed_async.tools.bench_scoring", *arguments, "--measure", json.dumps(side)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -236,6 +236,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the device, for the model FLOPs use")
+    parser.add_argument("--only", default="", help="measure the ways whose name contains this")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -249,7 +250,7 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(Side(*json.loads(options.measure)), options)))
         return
-    report(options, {side: run_side(options.mode, side, arguments) for side in sides})
+    report(options, {side: run_side(side, arguments) for side in sides if options.only in side.title})
 
 
 if __name__ == "__main__":
