@@ -185,7 +185,11 @@ def run_side(side: Side, arguments: Sequence[str]) -> Measured:
     """Measure one side in a fresh process. Raises CalledProcessError when it fails."""
     command = [sys.executable, "-m", "seed_async.tools.bench_scoring", *arguments, "--measure", json.dumps(side)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return Measured(*json.loads(done.stdout.splitlines()[-1]))
+    measured = Measured(*json.loads(done.stdout.splitlines()[-1]))
+    print(
+        f"{side.title}: {measured.seconds:.1f} s, {measured.cpu_seconds:.1f} CPU s, peak {measured.peak_mib:,.0f} MiB"
+    )
+    return measured
 
 
 def report(options: argparse.Namespace, found: dict[Side, Measured]) -> None:
