@@ -60,15 +60,15 @@ class Contexts(NamedTuple):
 
 def make_model(name: str, *, packed: bool) -> PreTrainedModel:
     """A random model of an architecture above, or the one in a folder; with packed or with the library's attention."""
-    torch.manual_seed(0)
-    if name not in ARCHITECTURES:
+    if name in ARCHITECTURES:
+        torch.manual_seed(0)
+        model: PreTrainedModel = LlamaForCausalLM(ARCHITECTURES[name]).eval()  # type: ignore[no-untyped-call]
+    else:
         model = load_policy(Path(name))
-        if not packed:
-            model.set_attn_implementation("sdpa")
-        return model
-    model = LlamaForCausalLM(ARCHITECTURES[name]).eval()  # type: ignore[no-untyped-call]
     if packed:
         use_packed_attention(model)
+    else:
+        model.set_attn_implementation("sdpa")
     return model
 
 

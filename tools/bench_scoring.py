@@ -105,7 +105,7 @@ def score_packed(
         score(model, [each.skill for each in contexts], **settings)
     plain = [each.plain for each in contexts]
     for micro in plan_micro_batches(plain, options.token_budget):
-        score(model, plain[micro.start : micro.stop], **settings).logprob.sum().backward()
+        score(model, plain[micro.start : micro.stop], **settings).logprob.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def measure_scoring(side: Side, options: argparse.Namespace) -> Measured:

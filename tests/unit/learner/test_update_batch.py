@@ -172,3 +172,10 @@ def test_observations_are_equal_by_their_text_only() -> None:
     ]
     batch, _ = batch_of("gigpo", *samples)
     assert np.concatenate([t.observation_ids for t in batch.trajectories]).tolist() == [0, 1, 0, 1, 1]
+
+
+def test_the_compute_type_of_the_learner_reaches_the_update() -> None:
+    """float32 unless asked."""
+    half = small_topology(roles={"learner": {"dtype": "bfloat16"}})
+    assert loss_config(small_topology()).compute_dtype == "float32"
+    assert loss_config(half).compute_dtype == "bfloat16"
