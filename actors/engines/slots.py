@@ -5,34 +5,12 @@ weights. A step computes `ids[cached:length]` of the running slots and nothing e
 behind, so that a prompt which begins with them finds its prefix cached.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from seed_async.ports import FinishReason, Generation, Sampling
+from seed_async.actors.engines.queueing import Request
+from seed_async.ports import FinishReason, Generation
 
 NO_TOKEN = -1
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request that was accepted; `prompt_ids` int32 [P] is the engine's own copy."""
-
-    request_id: str
-    prompt_ids: np.ndarray
-    sampling: Sampling
-
-    def cancelled_before_start(self) -> Generation:
-        """The answer to a request that never had a slot."""
-        nothing = np.zeros(0, dtype=np.int32)
-        return Generation(
-            request_id=self.request_id,
-            token_ids=nothing,
-            logprobs=np.zeros(0, dtype=np.float32),
-            versions=nothing,
-            finish_reason="cancelled",
-            cached_tokens=0,
-        )
 
 
 class SlotTable:

@@ -5,29 +5,22 @@ cached yet, and one token for each request that is decoding. A change of weights
 nothing that old weights computed is read again; running requests are prefilled anew and go on.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from seed_async.actors.engines.attention import ATTENTION_NAME, SlotCache, make_plan, register_slotted_attention
+from seed_async.actors.engines.published import as_torch, check_tensors
+from seed_async.actors.engines.queueing import RequestQueue
 from seed_async.actors.engines.sampling import draw_tokens
-from seed_async.actors.engines.slots import Request, SlotTable
-from seed_async.ports import EngineHealth, Generation, RequestKind, RequestRefusedError, Sampling
+from seed_async.actors.engines.slots import SlotTable
+from seed_async.ports import EngineHealth, Generation, RequestKind, Sampling
 
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature above 0: logits divided by much less overflow float32."""
-
-NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.float16: np.float16,
-    torch.bfloat16: np.uint16,  # numpy has no bfloat16: its bits travel
-}
 
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -58,55 +51,29 @@ class TorchEngine:
         _check_model(config)
         self._model, self._decoder = model, model.base_model
         self._head: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self._vocabulary = int(config.vocab_size)
         self._cache = SlotCache(config, max_slots, max_context_tokens, model)
         self._table = SlotTable(max_slots, max_context_tokens)
-        self._max_waiting, self._prefill_budget = max_waiting, prefill_tokens_per_step
-        self._version = version
-        self._waiting: dict[RequestKind, deque[Request]] = {kind: deque() for kind in get_args(RequestKind)}
-        self._turns: deque[RequestKind] = deque(self._waiting)
-        self._open: set[str] = set()
-        self._cancelled: set[str] = set()
+        self._queue = RequestQueue(
+            vocabulary=int(config.vocab_size),
+            context=max_context_tokens,
+            max_waiting=max_waiting,
+            min_temperature=MIN_TEMPERATURE,
+        )
+        self._prefill_budget, self._version = prefill_tokens_per_step, version
         self._steps = self._generated = self._prefilled = self._reused = 0
 
     def submit(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind) -> None:
         """Queue a request. Raises RequestRefusedError, naming the limit."""
-        fault = self._fault(request_id, prompt_ids, sampling)
-        if fault is not None:
-            raise RequestRefusedError(f"request {request_id}: {fault}")
-        self._waiting[kind].append(Request(request_id, prompt_ids.astype(np.int32), sampling))
-        self._open.add(request_id)
-
-    def _fault(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> str | None:
-        """Why a request cannot be served, or None."""
-        temperature, context = sampling.temperature, self._table.context
-        if request_id in self._open:
-            return "an earlier request with this id has not finished"
-        if self._num_waiting() >= self._max_waiting:
-            return f"{self._max_waiting} requests are waiting already"
-        if prompt_ids.ndim != 1 or prompt_ids.size == 0 or not np.issubdtype(prompt_ids.dtype, np.integer):
-            return f"the prompt is {prompt_ids.dtype}{list(prompt_ids.shape)}, not a row of one or more integer ids"
-        if prompt_ids.size >= context:
-            return f"the prompt has {prompt_ids.size} tokens, the context of {context} leaves no room for a response"
-        if prompt_ids.min() < 0 or prompt_ids.max() >= self._vocabulary:
-            return f"a token id is outside the vocabulary of {self._vocabulary}"
-        if sampling.max_new_tokens < 1:
-            return f"max_new_tokens is {sampling.max_new_tokens}, not at least 1"
-        if temperature != 0 and not MIN_TEMPERATURE <= temperature < np.inf:
-            return f"temperature {temperature} is neither 0 nor a finite number of at least {MIN_TEMPERATURE}"
-        if sampling.seed < 0:
-            return f"seed {sampling.seed} is negative"
-        return None
+        self._queue.add(request_id, prompt_ids, sampling, kind)
 
     def cancel(self, request_id: str) -> None:
         """Finish a request with reason `cancelled` at the next step; unknown ids are ignored."""
-        if request_id in self._open:
-            self._cancelled.add(request_id)
+        self._queue.cancel(request_id)
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
         """Advance every running request by one token and return those that finished; [] when idle."""
-        finished = self._take_cancelled() if self._cancelled else []
+        finished = self._take_cancelled()
         self._admit()
         table = self._table
         slots, counts, num_decode = table.pending(self._prefill_budget)
@@ -117,7 +84,7 @@ class TorchEngine:
                 self._generated += ready.size
                 ended = table.append(ready, draw.token_ids, draw.logprobs, self._version)
                 finished += [table.finish(slot, reason) for slot, reason in ended]
-        self._open.difference_update(generation.request_id for generation in finished)
+        self._queue.close(finished)
         return finished
 
     def load_weights(self, version: int, tensors: Mapping[str, np.ndarray]) -> None:
@@ -125,11 +92,10 @@ class TorchEngine:
         if version <= self._version:
             raise ValueError(f"version {version} is not newer than the present {self._version}")
         parameters = dict(self._model.named_parameters())
-        _check_tensors(parameters, tensors)
+        check_tensors(parameters, tensors)
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                # A copy, because the array may be a read-only view of a message, which torch does not take.
-                parameter.copy_(torch.from_numpy(np.array(tensors[name])).view(parameter.dtype))
+            for name, tensor in as_torch(tensors):
+                parameters[name].copy_(tensor)
         self._table.cached[:] = 0
         self._version = version
 
@@ -138,35 +104,24 @@ class TorchEngine:
         return EngineHealth(
             version=self._version,
             running=int(self._table.running.sum()),
-            waiting=self._num_waiting(),
+            waiting=len(self._queue),
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
             cached_tokens=self._reused,
         )
 
-    def _num_waiting(self) -> int:
-        return sum(len(queue) for queue in self._waiting.values())
-
     def _take_cancelled(self) -> list[Generation]:
         """Free the slots and queue places of cancelled requests."""
-        finished = []
-        for kind, queue in self._waiting.items():
-            finished += [each.cancelled_before_start() for each in queue if each.request_id in self._cancelled]
-            self._waiting[kind] = deque(each for each in queue if each.request_id not in self._cancelled)
-        for slot, request in enumerate(self._table.requests):
-            if request is not None and request.request_id in self._cancelled:
-                finished.append(self._table.finish(slot, "cancelled"))
-        self._cancelled.clear()
+        finished, running = self._queue.take_cancelled()
+        if running:
+            for slot, request in enumerate(self._table.requests):
+                if request is not None and request.request_id in running:
+                    finished.append(self._table.finish(slot, "cancelled"))
         return finished
 
     def _admit(self) -> None:
-        """Give free slots to waiting requests: one of each kind in turn, first come first served within a kind."""
-        num_admitted = min(self._num_waiting(), int((~self._table.running).sum()))
-        for _ in range(num_admitted):
-            while not self._waiting[self._turns[0]]:
-                self._turns.rotate(-1)
-            request = self._waiting[self._turns[0]].popleft()
-            self._turns.rotate(-1)
+        """Give free slots to waiting requests."""
+        for request in self._queue.take(int((~self._table.running).sum())):
             source, shared = self._table.longest_prefix(request.prompt_ids)
             target = self._table.choose_target(source, shared)
             if target != source and shared > 0:
@@ -206,14 +161,3 @@ def _check_model(config: PretrainedConfig) -> None:
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) is not None:
             raise ValueError(f"the model has {name}, which the engine does not apply")
-
-
-def _check_tensors(parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, np.ndarray]) -> None:
-    """Raise KeyError or ValueError unless every tensor fits its parameter; tied parameters appear once."""
-    missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
-    if missing or unknown:
-        raise KeyError(f"missing tensors {missing[:5]}, unknown tensors {unknown[:5]}")
-    for name, parameter in parameters.items():
-        shape, dtype = tuple(parameter.shape), np.dtype(NUMPY_DTYPES[parameter.dtype])
-        if tensors[name].shape != shape or tensors[name].dtype != dtype:
-            raise ValueError(f"{name} is {tensors[name].dtype}{list(tensors[name].shape)}, not {dtype}{list(shape)}")
