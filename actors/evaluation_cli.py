@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from seed_async.actors.engines.torch_engine import TorchEngine, load_model
+from seed_async.actors.engines.opening import open_engine
 from seed_async.actors.panel import choose_panel, play_panel, summarise_panel
 from seed_async.actors.rollout import EpisodePlayer
 from seed_async.envs.isolation import open_host
@@ -80,11 +80,7 @@ def evaluate_model(topology: Topology, model: Path, out: Path | None = None) -> 
     settings = topology.roles.evaluation or Evaluation()
     suite = open_suite(topology.env)
     panel = choose_panel(suite.tasks(settings.split), settings.games)
-    engine = TorchEngine(
-        load_model(model),
-        max_slots=topology.roles.policy.max_slots,
-        max_context_tokens=topology.rollout.max_context_tokens + 1,
-    )
+    engine = open_engine(topology.roles.policy, model, max_context_tokens=topology.rollout.max_context_tokens + 1)
     started_at_s = time.time()
 
     async def play() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from seed_async.actors.engines.torch_engine import TorchEngine, load_model
+from seed_async.actors.engines.opening import open_engine
 from seed_async.actors.weight_flip import FlipGate
 from seed_async.messages import Ack, GenerateReply, GenerateRequest
 from seed_async.ports import Generation, RequestRefusedError
@@ -32,9 +32,9 @@ class PolicyServer:
         """Load the initial checkpoint as a skeleton; its weights are replaced before anything is served."""
         topology, run_dir = context.topology, context.run_dir
         self._context = context
-        self._engine = TorchEngine(
-            load_model(run_dir.initial_model(topology)),
-            max_slots=topology.roles.policy.max_slots,
+        self._engine = open_engine(
+            topology.roles.policy,
+            run_dir.initial_model(topology),
             max_waiting=_most_requests(topology),
             max_context_tokens=topology.rollout.max_context_tokens + MAX_CONTEXT_SLACK_TOKENS,
             version=-1,

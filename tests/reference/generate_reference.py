@@ -13,7 +13,9 @@ VOCABULARY = 61
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
-def tiny_model(family: str = "llama", seed: int = 0, *, tied: bool = False) -> PreTrainedModel:
+def tiny_model(
+    family: str = "llama", seed: int = 0, *, tied: bool = False, head_dim: int = 8, context: int = 256
+) -> PreTrainedModel:
     """Two layers with grouped heads and the engine's attention; weights large enough that argmaxes vary."""
     register_slotted_attention()
     torch.manual_seed(seed)
@@ -24,7 +26,8 @@ def tiny_model(family: str = "llama", seed: int = 0, *, tied: bool = False) -> P
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        head_dim=head_dim,
+        max_position_embeddings=context,
         tie_word_embeddings=tied,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()

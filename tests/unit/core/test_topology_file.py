@@ -326,3 +326,28 @@ def test_a_set_that_is_no_assignment_is_refused(override: str) -> None:
 def test_a_bad_set_is_named_in_the_error(override: str, message: str) -> None:
     error = error_of("method: seed\n" + MINIMAL, override)
     assert error.startswith(f"--set {override}") and message in error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("roles.policy.vllm.eager=false",), "the section vllm has no effect with engine torch"),
+        (("roles.policy.vllm.gpu_memory_utilization=0.5",), "exactly one of kv_cache_gib and gpu_memory_utilization"),
+        (("roles.policy.vllm.kv_cache_gib=null",), "exactly one of kv_cache_gib and gpu_memory_utilization"),
+        (
+            ("roles.policy.vllm.weight_transfer=ipc", "roles.policy.vllm.tensor_parallel=2"),
+            "weight_transfer ipc is for one GPU; tensor_parallel is 2",
+        ),
+    ],
+)
+def test_options_of_vllm_that_contradict_each_other_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    assert message in error_of(MINIMAL, *overrides)
+
+
+def test_the_options_of_vllm_are_read_with_its_engine() -> None:
+    overrides = (
+        "roles.policy.engine=vllm",
+        "roles.policy.vllm.kv_cache_gib=null",
+        "roles.policy.vllm.gpu_memory_utilization=0.5",
+    )
+    assert parse_topology(MINIMAL, "t.yaml", overrides).roles.policy.vllm.gpu_memory_utilization == 0.5

@@ -1,0 +1,53 @@
+"""Opens the generation engine that `roles.policy.engine` asks for. An engine's libraries are imported only then."""
+
+import os
+from pathlib import Path
+
+from seed_async.ports import Engine
+from seed_async.topology import Policy
+
+VLLM_ENVIRONMENT = {
+    # LLMEngine steps in this process: nothing runs between two steps.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Workers share the cores with the other roles; how many threads they have is said by OMP_NUM_THREADS.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Threads that wait must not spin (docs/performance.md).
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Its warnings are many and about what is as it should be: layers without weights, kernels that only GPUs have.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""What vLLM reads from the environment; a value that is already set stays."""
+
+
+def prepare_vllm(threads: int) -> None:
+    """Set the environment of vLLM, which reads it when it is imported; `threads` go to each worker on the CPU."""
+    for name, value in {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}.items():
+        os.environ.setdefault(name, value)
+
+
+def open_engine(
+    policy: Policy, model: Path, *, max_context_tokens: int, max_waiting: int = 1024, version: int = 0
+) -> Engine:
+    """Load the checkpoint folder `model` into the engine of `policy`; its weights are called `version`."""
+    if policy.engine == "vllm":
+        prepare_vllm(policy.threads)
+        from seed_async.actors.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            model,
+            max_slots=policy.max_slots,
+            max_context_tokens=max_context_tokens,
+            max_waiting=max_waiting,
+            options=policy.vllm,
+            version=version,
+        )
+    from seed_async.actors.engines.torch_engine import TorchEngine, load_model
+
+    return TorchEngine(
+        load_model(model),
+        max_slots=policy.max_slots,
+        max_context_tokens=max_context_tokens,
+        max_waiting=max_waiting,
+        version=version,
+    )
