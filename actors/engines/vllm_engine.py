@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from seed_async.actors.engines.published import check_tensors
 from seed_async.actors.engines.queueing import Request, RequestQueue
+from seed_async.actors.engines.vllm_cpu import WORKER as CPU_WORKER
 from seed_async.actors.engines.vllm_weights import ARRAYS, open_sender
 from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampling
 from seed_async.topology import VllmOptions
@@ -232,6 +233,7 @@ def _engine_args(path: Path, max_slots: int, context: int, options: VllmOptions,
         kv_cache_memory_bytes=None if cache is None else int(cache * (1 << 30)),
         tensor_parallel_size=options.tensor_parallel,
         distributed_executor_backend=executor,
+        worker_cls=CPU_WORKER if current_platform.is_cpu() else "auto",
         enforce_eager=options.eager,
         async_scheduling=False,  # a step would return the tokens of the one before
         logprobs_mode="processed_logprobs",  # at the sampling temperature

@@ -1,0 +1,36 @@
+"""vLLM engines with one precaution left out, which show what it is good for. Importing this imports vLLM."""
+
+from pathlib import Path
+from typing import Literal
+
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from seed_async.actors.engines.vllm_engine import VllmEngine
+from seed_async.actors.engines.vllm_weights import ARRAYS, ArrayTransferEngine
+from seed_async.topology import VllmOptions
+
+NOT_REFRESHED = "arrays_without_refresh"
+Variant = Literal["whole", "keeps prefixes", "keeps packed head"]
+
+
+class KeepsPrefixes(VllmEngine):
+    """Does not empty its cache when the weights change."""
+
+    def _forget_prefixes(self) -> None:
+        pass
+
+
+class KeepsPackedHead(ArrayTransferEngine):
+    """Does not pack the output layer again when the weights change."""
+
+    def refresh_packed_embeddings(self) -> None:
+        """Leave it."""
+
+
+def open_variant(variant: Variant, folder: Path, *, options: VllmOptions, **limits: int) -> VllmEngine:
+    """Open an engine on a checkpoint folder."""
+    transfer = NOT_REFRESHED if variant == "keeps packed head" else ARRAYS
+    if transfer == NOT_REFRESHED and NOT_REFRESHED not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(NOT_REFRESHED, KeepsPackedHead)
+    kind = KeepsPrefixes if variant == "keeps prefixes" else VllmEngine
+    return kind(folder, options=options, array_transfer=transfer, **limits)
