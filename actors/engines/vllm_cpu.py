@@ -33,8 +33,9 @@ class DrawGenerator(torch.Generator):
         """No draw is remembered."""
         return 0
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> "DrawGenerator":
         """Turn nothing back: the next draw of the request has the same seed again."""
+        return self
 
 
 class SeededCpuRunner(CPUModelRunner):  # type: ignore[misc]
