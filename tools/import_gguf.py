@@ -25,7 +25,7 @@ def import_gguf(file: Path, out: Path) -> int:
     )
     # What was read is not quantised any more: saving refuses a model that says it is.
     vars(model.config).pop("quantization_config", None)
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.eos_token_id if pad is None else pad
