@@ -44,8 +44,11 @@ REFRESH_INTERVAL_S = 0.25
 STAGE1_STOP_TIMEOUT_S = 5.0
 """Stage 1 has nothing to save when it is interrupted."""
 
-MAY_CHANGE_ON_RESUME = frozenset({"run.updates", "run.max_minutes", "run.dir"})
-"""A resumed run may go on for longer; its directory may have been moved."""
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"run.updates", "run.max_minutes", "run.dir"}
+    | {f"roles.learner.{key}" for key in ("ranks", "device", "threads", "activation_checkpointing")}
+)
+"""A resumed run may go on for longer, and with other machinery for the same updates; its directory may have moved."""
 MADE_AGAIN = frozenset({"counts.json", "summary.json", "plots", "final", "targets", "pulse", "sockets"})
 """What a resumed run makes again."""
 

@@ -23,7 +23,7 @@ from tests.integration.runs import (
 pytestmark = pytest.mark.integration
 
 
-def test_two_ranks_train_one_model_and_a_killed_one_takes_the_other_with_it(tmp_path: Path) -> None:
+def test_two_ranks_train_one_model_die_together_and_are_followed_by_one(tmp_path: Path) -> None:
     run_dir = tmp_path / "ranks"
     process = launch(run_dir, "roles.learner.ranks=2", "checkpoint.every=1", "run.updates=8")
     wait_for_updates(run_dir, 3)
@@ -45,4 +45,9 @@ def test_two_ranks_train_one_model_and_a_killed_one_takes_the_other_with_it(tmp_
     assert merge_checkpoint(found[0], stage1_model(), tmp_path / "merged") == found[1].version
     final, merged = (load_file(folder / "model.safetensors") for folder in (run_dir / "final", tmp_path / "merged"))
     assert final.keys() == merged.keys() and all((final[name] == merged[name]).all() for name in final)
+    # And one rank alone makes the run longer.
+    process = launch(run_dir, "checkpoint.every=1", "run.updates=10", flags=["--resume"])
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert_went_on(run_dir, 10)
     assert max(line["sampler_gap_max"] for line in lines(run_dir / "metrics.jsonl") if "sampler_gap_max" in line) < 1e-3
