@@ -108,10 +108,12 @@ class GroupBuffer:
         self._analysing: dict[str, tuple[str, int]] = {}
         self._seen: OrderedDict[str, None] = OrderedDict.fromkeys(before.accepted_ids)
         self._last_taken = before.last_taken
+        self._in_doubt = tuple(before.handed_out)
         self._handed_out: tuple[Sample, ...] = ()
         self._held_bytes = 0
         self._trained_ages = Counter(before.ages)
         self._bias = before.bias
+        self._expected = -1
         self.version = -1
         self.counts = Counter(before.counts)
         self.dropped = Counter(before.dropped)
@@ -198,7 +200,8 @@ class GroupBuffer:
             self._note("fenced", lease=trajectory.lease_id, trajectory=trajectory.trajectory_id)
             return "fenced", "the lease is no longer held by this incarnation"
         # A policy server may serve the next version before the learner has heard of all acknowledgements.
-        fault = trajectory_fault(trajectory, self.version + 1, self._vocabulary_size)
+        newest = max(self.version + 1, self._expected)
+        fault = trajectory_fault(trajectory, newest, self._vocabulary_size)
         if (trajectory.group_id, trajectory.member) != (held.lease.group_id, held.lease.member):
             fault = "another group or member than the lease's"
         if fault:
@@ -268,6 +271,10 @@ class GroupBuffer:
 
     # Learner ---------------------------------------------------------------------------------------------------
 
+    def expect(self, version: int) -> None:
+        """Note that a learner begins with `version`: policy servers may serve it from now on."""
+        self._expected = max(self._expected, version)
+
     def advance(self, version: int) -> None:
         """Note that `version` is acknowledged by the policy servers; admission opens accordingly."""
         self.version = max(self.version, version)
@@ -283,6 +290,7 @@ class GroupBuffer:
         """
         if version == self._last_taken and self._handed_out:
             return self._handed_out
+        self._settle_doubt(version)
         # Asking for this one says that all before are done, or lost with a learner: their places are used up or free.
         self._last_taken, self._handed_out = version - 1, ()
         chosen = self._choose_groups(version)
@@ -329,6 +337,7 @@ class GroupBuffer:
         return {
             "accepted": accepted,
             "trained": trained,
+            "lost": self.counts["lost"],
             "dropped": dict(self.dropped),
             "buffered": self.buffered,
             "duplicate": self.counts["duplicate"],
@@ -367,6 +376,14 @@ class GroupBuffer:
         for trajectory, entry in recovered.open_trajectories.items():
             self.dropped["restart"] += 1
             self._note("dropped", trajectory=trajectory, group=entry.group, member=entry.member, reason="restart")
+
+    def _settle_doubt(self, version: int) -> None:
+        """Name what is lost: a learner that asks for the same update again never had the batch of the buffer before."""
+        if version == self._last_taken:
+            for trajectory in self._in_doubt:
+                self.counts["lost"] += 1
+                self._note("lost", trajectory=trajectory, version=version, reason="restart")
+        self._in_doubt = ()
 
     def _seed(self, group: _Group, member: int) -> int:
         """The seed of a member's sampling: the same when a lease comes back, another when its episode has failed."""

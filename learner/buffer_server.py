@@ -28,6 +28,7 @@ from seed_async.messages import (
     EpisodeFailed,
     EvaluationDone,
     Finished,
+    LearnerStarted,
     LeaseGrant,
     LeaseRequest,
     Message,
@@ -87,6 +88,7 @@ class BufferServer:
             EpisodeFailed: self._failed,
             AnalysisRequest: self._analysis,
             SkillResult: self._skill,
+            LearnerStarted: self._learner_started,
             BatchRequest: self._batch,
             RunFinished: self._run_finished,
             RunStateRequest: lambda _: RunState(version=self._buffer.version, finished=self._finished),
@@ -179,6 +181,10 @@ class BufferServer:
 
     def _skill(self, message: SkillResult) -> Message:
         return Ack(status=self._buffer.add_skill(message))
+
+    def _learner_started(self, message: LearnerStarted) -> Message:
+        self._buffer.expect(message.version)
+        return Ack()
 
     def _batch(self, message: BatchRequest) -> Message | None:
         self._buffer.advance(message.version)

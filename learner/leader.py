@@ -15,7 +15,7 @@ import torch
 from seed_async.journal import Journal, read_journal
 from seed_async.learner.batch import UpdateBatch
 from seed_async.learner.update_rows import trained_ages
-from seed_async.messages import Batch, BatchRequest, Finished, Message, RunFinished, Sample
+from seed_async.messages import Batch, BatchRequest, Finished, LearnerStarted, Message, RunFinished, Sample
 from seed_async.role import RoleContext
 from seed_async.staleness import StalenessBound
 from seed_async.transport import TransportTimeoutError
@@ -61,6 +61,8 @@ class Leader:
         if self._published >= 0:
             self._context.log.warning("going on", version=version, weights=weights, published=self._published)
         self._journal.note("started", version=version, weights=weights)
+        # Before anybody samples with it: after a death it may be further on than the next one.
+        self._ask(LearnerStarted(version=version))
         return version
 
     def fetch(self, version: int, over: Callable[[], bool]) -> Batch | None:

@@ -15,7 +15,7 @@ MAX_REMEMBERED_IDS = 100_000
 """Trajectory ids kept to recognise a resent one; a resend comes within seconds."""
 
 _COUNTED = frozenset(
-    {"leased", "returned", "failed", "accepted", "duplicate", "fenced", "refused", "trained", "unused"}
+    {"leased", "returned", "failed", "accepted", "duplicate", "fenced", "refused", "trained", "lost", "unused"}
 )
 _GROUP_ENDS = frozenset({"trained", "dropped", "quarantined"})
 _BROUGHT_DOWN = "restart"
@@ -28,7 +28,7 @@ class Recovered:
 
     `cursor`: how many places of the endless list of games are used up. `replay`: the games of groups that had not
     ended, in order. `open_leases`, `open_trajectories`: what the new buffer has to end. `last_taken`: the version whose
-    update the last batch was for. `evaluated`: versions whose evaluation is in.
+    update the last batch was for, `handed_out`: its trajectories. `evaluated`: versions whose evaluation is in.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -43,6 +43,7 @@ class Recovered:
     open_trajectories: dict[str, Entry] = field(default_factory=dict)
     accepted_ids: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_REMEMBERED_IDS))
     last_taken: int = -1
+    handed_out: list[str] = field(default_factory=list)
     evaluated: set[int] = field(default_factory=set)
 
 
@@ -97,6 +98,8 @@ class _Replay:
                 self._groups[entry.group] = entry.task
                 state.num_groups += 1
                 state.cursor = entry.cursor
+            case "lost":
+                state.handed_out.remove(entry.trajectory)
             case "masked":
                 state.counts["masked_tokens"] += entry.num_tokens
                 self._masked[entry.trajectory] = entry.num_tokens
@@ -118,7 +121,9 @@ class _Replay:
         in_loss = entry.age >= 0
         state.ages[entry.age] += in_loss
         state.counts["masked_trajectories"] += not in_loss
-        state.last_taken = max(state.last_taken, entry.version)
+        if entry.version > state.last_taken:
+            state.last_taken, state.handed_out = entry.version, []
+        state.handed_out.append(entry.trajectory)
         if entry.version != self._batch_version:
             self._batch_version, self._batch_has_tokens = entry.version, False
             state.counts["masked_batches"] += 1

@@ -25,6 +25,7 @@ Event = Literal[
     "analysed",  # a skill, or the reason for none, came in time
     "late",  # a skill came after its trajectory was given up, trained or dropped
     "trained",  # handed to the learner for the update from `version`; by the learner: the update is made
+    "lost",  # it was handed out, but its batch died with the buffer and the learner asks for another
     "masked",  # of a trained trajectory `num_tokens` are too old: they are left out of the loss
     "dropped",  # left out for good, with its reason
     "evaluated",  # the evaluation of `version` is in, or was given up

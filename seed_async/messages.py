@@ -258,6 +258,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     skill_reason: str = ""
 
 
+class LearnerStarted(Message, frozen=True):
+    """A learner is about to publish its first version, `version`; the answer is an Ack.
+
+    It may be several versions ahead of the last one that the buffer has heard of, when a learner before it has died.
+    """
+
+    version: int
+
+
 class BatchRequest(Message, frozen=True):
     """Ask for the batch of the update from `version` to `version + 1`; the answer waits until one is ready.
 

@@ -45,7 +45,7 @@ def report_engine(metrics: Metrics, health: EngineHealth) -> None:
 def report_buffer(metrics: Metrics, accounting: Mapping[str, Any], backlog: int) -> None:
     """Report the buffer's accounting (`GroupBuffer.accounting`)."""
     leases, skills = accounting["leases"], accounting["skills"]
-    totals = {key: accounting[key] for key in ("accepted", "trained", "duplicate", "fenced", "refused")}
+    totals = {key: accounting[key] for key in ("accepted", "trained", "lost", "duplicate", "fenced", "refused")}
     totals |= {"leased": leases["granted"], "returned": leases["returned"], "failed": leases["failed"]}
     for status, total in totals.items():
         metrics.advance("trajectories_total", total, status=status)

@@ -177,8 +177,10 @@ class WeightPublisher:
             self._given_up[role].add(process_of(name))
         # Places that nobody has ever filled are not waited for either.
         unfilled = wait.replicas - len(there) - len(self._given_up[role])
-        self._given_up[role].update(f"unknown {role} {number}" for number in range(unfilled))
-        self._log.warning("weight receivers given up", phase=phase, version=wait.version, receivers=", ".join(behind))
+        unknown = [f"unknown {role} {number}" for number in range(unfilled)]
+        self._given_up[role].update(unknown)
+        named = ", ".join([*behind, *unknown])
+        self._log.warning("weight receivers given up", phase=phase, version=wait.version, receivers=named)
         return behind
 
     def _take_reports(self, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from seed_async.messages import Ack, RunStateRequest, WeightsManifest, WeightsPoll
 from seed_async.transport import Client, Server
@@ -225,6 +226,18 @@ def test_a_dead_receiver_is_given_up_at_the_deadline_by_name_and_not_waited_for_
     assert take(successor)[0].version == 2
     setup.publisher.publish(3, tensors(3))
     assert setup.publisher.wait_acknowledged(3, "policy", 2, 0.5) == ("dead-again",)
+    stop.set()
+    thread.join()
+
+
+def test_a_receiver_that_has_never_reported_is_given_up_as_an_unknown_one(setup: Setup) -> None:
+    """The log names it too: an empty list of names would help nobody."""
+    stop = threading.Event()
+    thread = serve(setup.receiver("alive"), stop)
+    setup.publisher.publish(0, tensors(0))
+    with capture_logs() as logs:
+        assert setup.publisher.wait_acknowledged(0, "policy", 2, 0.5) == ()
+    assert [each["receivers"] for each in logs if each["event"] == "weight receivers given up"] == ["unknown policy 0"]
     stop.set()
     thread.join()
 

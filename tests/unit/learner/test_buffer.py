@@ -245,6 +245,16 @@ def test_tokens_of_the_version_that_is_being_published_are_accepted() -> None:
     assert (status, detail) == ("refused", "version from the future")
 
 
+def test_tokens_of_a_learner_that_goes_on_under_a_later_number_are_accepted() -> None:
+    """Two learners died between publishing and asking for a batch: the third is two versions ahead of the buffer."""
+    buffer = open_buffer(version=3)
+    one, two = buffer.grant("a", "a1", 2, 0.0)
+    buffer.expect(5)
+    assert buffer.submit(make_trajectory(one, "a1", version=5), 0.0)[0] == "accepted"
+    assert buffer.submit(make_trajectory(two, "a1", version=6), 0.0)[0] == "refused"
+    assert buffer.version == 3, "nothing is acknowledged yet"
+
+
 def damaged(lease: Lease, **changes: Any) -> Trajectory:
     """A trajectory of one turn, with other arrays or lengths."""
     return make_trajectory(lease, "a1", [make_turn([0, 0])], **changes)

@@ -24,10 +24,12 @@ TOPOLOGY = small_topology(method="grpo", buffer={"max_tries": 1})
 class Crashing:
     """A buffer that can die at any moment, leaving its journal."""
 
-    def __init__(self, topology: Topology = TOPOLOGY, library: SkillLibrary | None = None) -> None:
-        """Start for the first time."""
+    def __init__(self, topology: Topology = TOPOLOGY, library: SkillLibrary | None = None, *, cut: int = 1) -> None:
+        """Start for the first time; of a batch that it dies with `cut` entries are not written."""
         self.topology, self.library = topology, library
         self.entries: list[Entry] = []
+        self.learned: list[tuple[str, int]] = []
+        self.cut = cut
         self.starts = 0
         self.version = 0
         self.start()
@@ -70,9 +72,14 @@ class Crashing:
             case "fail" if self.leases:
                 self.buffer.fail(self.leases.pop().lease_id, f"a{self.starts}")
             case "train":
-                if self.buffer.take_batch(self.version):
+                if batch := self.buffer.take_batch(self.version):
+                    self.learned += [(sample.trajectory.trajectory_id, self.version) for sample in batch]
                     self.version += 1
                     self.buffer.advance(self.version)
+            case "die with a batch":  # while its last entries are being written; the learner never has it
+                if self.buffer.take_batch(self.version):
+                    del self.entries[-self.cut :]
+                    self.start()
             case "crash":
                 self.start()
 
@@ -82,21 +89,30 @@ def tasks_opened(entries: list[Entry]) -> Iterator[int]:
     return (entry.task for entry in entries if entry.event == "opened")
 
 
-ACTIONS = st.lists(st.sampled_from(["grant", "submit", "submit", "submit", "train", "crash", "fail"]), max_size=120)
+ACTIONS = st.lists(
+    st.sampled_from(["grant", "submit", "submit", "submit", "train", "crash", "fail", "die with a batch"]), max_size=120
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(actions=ACTIONS)
-def test_whatever_the_moment_of_a_death_the_journal_passes_the_audit_and_the_counts_go_on(actions: list[str]) -> None:
-    crashing = Crashing()
+@given(actions=ACTIONS, cut=st.integers(1, 4))
+def test_whatever_the_moment_of_a_death_the_journal_passes_the_audit_and_the_counts_go_on(
+    actions: list[str], cut: int
+) -> None:
+    crashing = Crashing(cut=cut)
     for action in actions:
         if len(crashing.buffer._tasks.quarantined) < NUM_TASKS - 2 or action != "fail":
             crashing.act(action)
         accounting: dict[str, Any] = crashing.buffer.accounting()
         assert accounting["balance_ok"]
-    audit, _ = replay(crashing.entries, TOPOLOGY)
+    crashing.act("train")  # the learner asks for the batch that it waits for
+    accounting = crashing.buffer.accounting()
+    audit, handed_out = replay(crashing.entries, TOPOLOGY)
     assert audit.passed, audit.faults
-    for count in ("accepted", "trained", "fenced"):
+    learned = dict(crashing.learned)
+    assert len(learned) == len(crashing.learned), "nothing is trained twice"
+    assert learned == {key: version for key, version in handed_out.items() if key not in audit.lost}
+    for count in ("accepted", "trained", "lost", "fenced"):
         assert audit.counts[count] == accounting[count] if actions else True
     if actions:
         assert audit.dropped == accounting["dropped"] and audit.ages == Counter(
