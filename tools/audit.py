@@ -31,6 +31,7 @@ class Audit:
     closed: bool = False
     masked_tokens: int = 0
     tokens_in_loss: dict[str, int] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
     mean_tokens_trained: float | None = None
     mean_tokens_accepted: float | None = None
 
@@ -65,6 +66,7 @@ class _Ledger:
             "failed": self._lease_ended,
             "accepted": self._taken_over,
             "trained": self._trained,
+            "lost": self._lost,
             "masked": self._masked,
             "dropped": self._dropped,
             "unused": self._fate,
@@ -126,6 +128,15 @@ class _Ledger:
         if not 0 <= entry.age <= self._max_staleness:
             self._fault(entry, f"its oldest token was {entry.age} versions old; the bound is {self._max_staleness}")
 
+    def _lost(self, entry: Entry) -> None:
+        """No learner that lives on had it; the buffer may have died before it had noted the whole batch."""
+        if self.trained.get(entry.trajectory) != entry.version:
+            self._fault(entry, f"it was not handed out for the update from {entry.version}")
+        self._audit.lost.add(entry.trajectory)
+        accepted = self._accepted.get(entry.trajectory)
+        if accepted is not None:
+            self._batches[accepted.group, entry.version].discard(accepted.member)
+
     def _masked(self, entry: Entry) -> None:
         """It comes right before the trajectory is trained."""
         accepted = self._accepted.get(entry.trajectory)
@@ -142,7 +153,7 @@ class _Ledger:
 
     def _check_groups(self) -> None:
         for (group, version), members in self._batches.items():
-            if len(members) != self._group_size:
+            if len(members) not in (0, self._group_size):
                 self._audit.faults.append(
                     f"group {group}: {len(members)} of {self._group_size} members went into the update from {version}"
                 )
@@ -164,7 +175,7 @@ class _Ledger:
 def _check_learner(audit: Audit, handed_out: dict[str, int], entries: Iterable[Entry]) -> None:
     """What the learner trained is what it was handed, once, for the same update.
 
-    Only a last batch, and the steps that were lost with a learner, may be missing.
+    Only a last batch, the steps that were lost with a learner, and what died with the buffer may be missing.
     """
     trained: dict[str, int] = {}
     excused: set[int] = set()
@@ -188,7 +199,9 @@ def _check_learner(audit: Audit, handed_out: dict[str, int], entries: Iterable[E
             audit.faults.append(
                 f"trained {entry.trajectory}: it was not handed out for the update from {entry.version}"
             )
-    missing = {version for key, version in handed_out.items() if key not in trained}
+    for key in sorted(audit.lost & trained.keys()):
+        audit.faults.append(f"trained {key}: the buffer had named it lost")
+    missing = {version for key, version in handed_out.items() if key not in trained and key not in audit.lost}
     audit.counts["handed_out_untrained"] = len(handed_out.keys() - trained.keys())
     excused.add(max(handed_out.values(), default=-1))
     if missing - excused:
@@ -201,6 +214,7 @@ def _check_counts(audit: Audit, path: Path) -> None:
     ours = {
         "accepted": audit.counts["accepted"],
         "trained": audit.counts["trained"],
+        "lost": audit.counts["lost"],
         "duplicate": audit.counts["duplicate"],
         "fenced": audit.counts["fenced"],
         "refused": audit.counts["refused"],

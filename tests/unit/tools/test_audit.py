@@ -113,6 +113,14 @@ def mask_all(journal: Journal, num_tokens: int = 4, times: int = 1) -> None:
     train(journal, "c1", "g1", 1, 3, age=1)
 
 
+def lose_batch(journal: Journal, version: int = 1) -> None:
+    """Hand out a second group, of which one entry was still written, and name it lost."""
+    train_unseen(journal, 1, age=0, members=1)
+    journal.note("reopened")
+    journal.note("dropped", trajectory="c1", group="g1", member=1, reason="restart")
+    journal.note("lost", trajectory="c0", version=version, reason="restart")
+
+
 BROKEN: dict[str, tuple[Callable[[Journal], None], str]] = {
     "trained twice": (lambda j: train(j, "a", "g0", 0, version=1, age=1), "it was trained before"),
     "trained and dropped": (lambda j: j.note("dropped", trajectory="a", reason="stale"), "it was trained before"),
@@ -130,6 +138,8 @@ BROKEN: dict[str, tuple[Callable[[Journal], None], str]] = {
     "lease of nobody": (lambda j: j.note("returned", lease="l-x"), "the lease was never granted"),
     "a dead incarnation's result": (deliver_for_the_dead, "held by new, not by old"),
     "lost": (lose_one, "1 accepted trajectories have no fate"),
+    "lost with another batch": (lambda j: lose_batch(j, version=2), "it was not handed out for the update from 2"),
+    "lost but not handed out": (lambda j: j.note("lost", trajectory="x", version=0), "it was not handed out"),
     "after the end": (write_after_the_end, "came after the journal was closed"),
 }
 
@@ -177,8 +187,26 @@ def test_only_the_last_batch_may_be_handed_out_and_not_trained(run_dir: RunDir) 
     assert audit.faults == ["batches of the versions [1] were handed out and never trained"]
 
 
+def test_a_batch_that_died_with_the_buffer_is_excused_by_name_and_never_trained(run_dir: RunDir) -> None:
+    """A learner that died with its update may have trained it; one that lives on may not."""
+
+    def more(journal: Journal) -> None:
+        lose_batch(journal)
+        for member in range(2):
+            take(journal, f"d{member}", "g2", member)
+            train(journal, f"d{member}", "g2", member, version=2)
+
+    audit = audited(run_dir, more, (("d0", 2), ("d1", 2)))
+    assert audit.passed and audit.counts["lost"] == 1, audit.faults
+    run_dir.trained.unlink()
+    run_dir.journal.unlink()
+    audit = audited(run_dir, more, (("c0", 1), ("d0", 2), ("d1", 2)))
+    assert audit.faults == ["trained c0: the buffer had named it lost"]
+
+
 def test_other_counts_in_counts_json_are_a_fault(run_dir: RunDir) -> None:
-    counts = {"accepted": 2, "trained": 2, "duplicate": 0, "fenced": 0, "refused": 0, "dropped": {}, "balance_ok": True}
+    counts: dict[str, object] = dict.fromkeys(("duplicate", "fenced", "refused", "lost"), 0)
+    counts |= {"accepted": 2, "trained": 2, "dropped": {}, "balance_ok": True}
     run_dir.counts.write_text(json.dumps(counts))
     assert audited(run_dir, lambda _: None).passed
     run_dir.journal.unlink()
