@@ -1,9 +1,14 @@
 """The simulation behind the table of `on_stale`: whatever the load, each way keeps its promise."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seed_async.messages import Lease
+from seed_async.tools.bandit import HARD_CLASSES, NUM_CLASSES
 from seed_async.tools.bench_staleness import HEADER, STRATEGIES, Scenario, Simulation, main
 
 SMALL = Scenario(groups=2, group_size=3, sigma=1.0, updates=8, batches_played=1.0, train_share=0.5, seed=0)
@@ -56,9 +61,36 @@ def test_dropping_loses_the_slow_episodes_and_masking_keeps_more_of_them() -> No
     assert shares["drop, no gate"] < shares["wait"] == pytest.approx(1.0)
 
 
+def test_a_row_ends_with_its_time_and_hard_games_take_longer() -> None:
+    """All rows have the same time, so that their rewards can be compared."""
+    scenario = replace(SMALL, updates=1000, seconds=12.5, difficulty_share=0.5, learners=2)
+    for strategy in STRATEGIES:
+        outcome = Simulation(scenario, strategy, 1).run()
+        assert outcome.elapsed_s == 12.5 and outcome.rewards.shape == (2, NUM_CLASSES)
+    times = [
+        [
+            scenario.episode_s(Lease(lease_id="", group_id="", member=0, task_index=task, seed=seed))
+            for seed in range(400)
+        ]
+        for task in (0, NUM_CLASSES - 1)
+    ]
+    assert np.mean(times[0]) < 0.5 * np.mean(times[1])
+
+
+def test_dropping_the_slow_keeps_hard_games_from_being_learned() -> None:
+    """The bias, as reward: per update `drop` learns less than `wait` where episodes are long."""
+    scenario = replace(SMALL, groups=8, group_size=8, updates=24, difficulty_share=0.5, learners=8, learning_rate=20.0)
+    hard = {}
+    for strategy in STRATEGIES:
+        outcome = Simulation(scenario, strategy, 1).run()
+        assert outcome.updates == 24
+        hard[strategy.name] = outcome.rewards[:, -HARD_CLASSES:].mean()
+    assert hard["drop, no gate"] < hard["drop"] < hard["wait"]
+
+
 def test_the_command_prints_a_markdown_table(capsys: pytest.CaptureFixture[str]) -> None:
     """A row for each bound and strategy."""
-    main(["--staleness", "0", "1", "--updates", "3", "--groups", "2", "--group-size", "2"])
+    main(["--staleness", "0", "1", "--seconds", "9", "--groups", "2", "--group-size", "2", "--learners", "2"])
     head, rule, *rows = capsys.readouterr().out.splitlines()
     assert head.count("|") == rule.count("|") == len(HEADER) + 1
     assert len(rows) == 2 * len(STRATEGIES) and all(row.count("|") == len(HEADER) + 1 for row in rows)
