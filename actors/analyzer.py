@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from seed_async.actors.engines.torch_engine import TorchEngine, load_model
+from seed_async.actors.weight_loader import WeightLoader
 from seed_async.analysis_prompts import Outcome, StepText, analysis_prompt
 from seed_async.messages import AnalysisJobs, AnalysisRequest, Skill, SkillResult, Trajectory
 from seed_async.ports import Generation, RequestRefusedError, Sampling
@@ -84,10 +85,19 @@ class Analyzer:
         )
         context.pulse.step()
         self._weights: WeightReceiver | None = None
+        self._loader: WeightLoader | None = None
         if topology.pins_analyzer:
             context.metrics.gauge("policy_version").set(first_version(topology))
         else:
             self._weights = open_receiver(context, "analyzer")
+            self._loader = WeightLoader(
+                self._engine,
+                self._weights,
+                context.name,
+                topology.canary_tolerance_nats,
+                context.metrics,
+                context.log,
+            )
         self._buffer = context.connect(run_dir.buffer_endpoint(topology), "buffer-0")
         self._claim: int | None = None
         self._running: dict[str, _Job] = {}
@@ -111,19 +121,14 @@ class Analyzer:
             self._weights.close()
 
     def _take_weights(self) -> int:
-        if self._weights is None:
+        if self._weights is None or self._loader is None:
             return self._engine.health().version
-        idle = not self._running and self._engine.health().version < 0
+        idle = not self._running and self._loader.version < 0
         update = self._weights.poll(IDLE_WAIT_S if idle else 0.0)
-        if update is not None:
-            manifest, tensors = update
-            self._engine.load_weights(manifest.version, tensors)
-            self._weights.acknowledge(manifest)
-            self._context.metrics.gauge("policy_version").set(manifest.version)
-            if self._settings.on_new_version == "restart":
-                for trajectory_id in self._running:
-                    self._engine.cancel(trajectory_id)
-        return self._engine.health().version
+        if update is not None and self._loader.load(update) and self._settings.on_new_version == "restart":
+            for trajectory_id in self._running:
+                self._engine.cancel(trajectory_id)
+        return self._loader.version
 
     def _claim_jobs(self, version: int) -> None:
         free = self._context.topology.roles.analyzers.max_slots - len(self._running)

@@ -51,7 +51,9 @@ class EnvironmentActor:
             context.connect_async(run_dir.policy_endpoint(topology, index), f"policy-{index}")
             for index in range(topology.roles.policy.replicas)
         ]
-        self._policy = PolicyClient(servers, f"{context.name}:{context.incarnation}")
+        self._policy = PolicyClient(
+            servers, f"{context.name}:{context.incarnation}", context.metrics.counter("requests_moved_total").inc
+        )
         self._progress = 0
         tokenizer = ChatTokenizer.load(run_dir.initial_model(topology))
         if falls_back(tokenizer, topology.rollout):

@@ -39,7 +39,9 @@ class EvaluationActor:
             context.connect_async(run_dir.policy_endpoint(topology, index), f"policy-{index}")
             for index in range(topology.roles.policy.replicas)
         ]
-        self._policy = PolicyClient(servers, f"{context.name}:{context.incarnation}")
+        self._policy = PolicyClient(
+            servers, f"{context.name}:{context.incarnation}", context.metrics.counter("requests_moved_total").inc
+        )
         self._player = EpisodePlayer(
             ChatTokenizer.load(run_dir.initial_model(topology)),
             self._policy,

@@ -9,12 +9,17 @@ import time
 
 import numpy as np
 
+from seed_async.actors.endpoint.desk import RequestDesk
+from seed_async.actors.endpoint.server import Endpoint, Served
 from seed_async.actors.engines.opening import open_engine
 from seed_async.actors.weight_flip import FlipGate
-from seed_async.messages import Ack, GenerateReply, GenerateRequest
+from seed_async.actors.weight_loader import WeightLoader
+from seed_async.api_key import read_api_key
+from seed_async.messages import Ack, Cancel, GenerateReply, GenerateRequest, Ping
 from seed_async.ports import Generation, RequestRefusedError
 from seed_async.reporting import report_engine
 from seed_async.role import RoleContext
+from seed_async.text import ChatTokenizer
 from seed_async.topology import Topology
 from seed_async.transport import Request
 from seed_async.weights import open_receiver
@@ -41,57 +46,91 @@ class PolicyServer:
         )
         context.pulse.step()
         self._weights = open_receiver(context, "policy")
+        self._loader = WeightLoader(
+            self._engine,
+            self._weights,
+            context.name,
+            topology.canary_tolerance_nats,
+            context.metrics,
+            context.log,
+        )
         self._flip: FlipGate[Update] = FlipGate(topology.weights.in_flight, topology.weights.finish_timeout_s)
+        self._desk: RequestDesk | None = None
         self._open: dict[str, Request] = {}
         self._held: list[Request] = []
 
     def run(self) -> None:
         """Serve until told to stop."""
         context = self._context
-        while not context.stop.is_set() and self._engine.health().version < 0:
+        while not context.stop.is_set() and self._loader.version < 0:
             context.pulse.beat()
             self._take_weights(wait_s=0.2)
         server = context.serve(context.run_dir.policy_endpoint(context.topology, context.index))
+        endpoint = self._open_endpoint()
         while not context.stop.is_set():
             context.pulse.beat()
             self._take_weights(wait_s=0.0)
-            for request in server.poll(0.0 if self._open else IDLE_WAIT_S):
+            for request in server.poll(0.0 if self._num_running else IDLE_WAIT_S):
                 self._accept(request)
+            if self._desk is not None:
+                self._desk.exchange(self._engine, self._loader.version, admit=not self._flip.holds_requests)
             for generation in self._engine.step():
                 self._answer(generation)
             self._report()
+        if endpoint is not None:
+            endpoint.close()
         server.close()
         self._weights.close()
+
+    @property
+    def _num_running(self) -> int:
+        return len(self._open) + (self._desk.num_running if self._desk is not None else 0)
+
+    def _open_endpoint(self) -> Endpoint | None:
+        """Serve chats over HTTP where the topology asks for it."""
+        context, topology = self._context, self._context.topology
+        http = topology.roles.policy.http
+        if http is None:
+            return None
+        self._desk = RequestDesk(http.max_open)
+        self._desk.exchange(self._engine, self._loader.version)
+        tokenizer = ChatTokenizer.load(context.run_dir.initial_model(topology))
+        served = Served(topology.run.name, tokenizer, topology.rollout.max_context_tokens, read_api_key(http))
+        endpoint = Endpoint(
+            http.host,
+            http.port + context.index if http.port else 0,
+            served,
+            self._desk,
+            http.max_open,
+            lambda status: context.metrics.counter("http_requests_total", status=str(status)).inc(),
+        )
+        context.log.info("serving chats", host=http.host, port=endpoint.port, model=served.model)
+        return endpoint
 
     def _take_weights(self, wait_s: float) -> None:
         received = self._weights.poll(wait_s)
         if received is not None:
             self._flip.offer(received, time.monotonic())
-        update = self._flip.take(len(self._open), time.monotonic())
+        update = self._flip.take(self._num_running, time.monotonic())
         if update is None:
             return
-        manifest, tensors = update
         with (
-            self._context.timeline.span("load_weights", manifest.version),
+            self._context.timeline.span("load_weights", update[0].version),
             self._context.metrics.histogram("weight_sync_seconds").time(),
         ):
-            self._engine.load_weights(manifest.version, tensors)
-        self._weights.acknowledge(manifest)
-        self._context.metrics.gauge("policy_version").set(manifest.version)
-        self._context.log.info(
-            "weights loaded",
-            version=manifest.version,
-            digest=manifest.digest,
-            unfinished=len(self._open),
-            held=len(self._held),
-        )
+            self._loader.load(update)
         held, self._held = self._held, []
         for request in held:
             self._accept(request)
 
     def _accept(self, request: Request) -> None:
         message = request.message
-        if self._flip.holds_requests:
+        if isinstance(message, Ping):
+            request.reply(Ack())
+        elif isinstance(message, Cancel):
+            self._cancel(message.request_id)
+            request.reply(Ack())
+        elif self._flip.holds_requests:
             self._held.append(request)
         elif isinstance(message, GenerateRequest):
             try:
@@ -103,7 +142,18 @@ class PolicyServer:
         else:
             request.reply(Ack(status="refused", detail="a policy server answers GenerateRequest only"))
 
+    def _cancel(self, request_id: str) -> None:
+        """Its asker has gone to another server."""
+        self._engine.cancel(request_id)
+        self._held = [
+            each
+            for each in self._held
+            if not (isinstance(each.message, GenerateRequest) and each.message.request_id == request_id)
+        ]
+
     def _answer(self, generation: Generation) -> None:
+        if self._desk is not None and self._desk.answer(generation):
+            return
         self._open.pop(generation.request_id).reply(
             GenerateReply(
                 request_id=generation.request_id,
@@ -123,7 +173,8 @@ def _most_requests(topology: Topology) -> int:
     """Requests that can be open at once when every asker uses this server: a healthy run is never refused one."""
     evaluation = topology.roles.evaluation
     playing = topology.roles.actors.replicas * topology.roles.actors.games_each
-    return playing + (evaluation.concurrency if evaluation else 0)
+    http = topology.roles.policy.http
+    return playing + (evaluation.concurrency if evaluation else 0) + (http.max_open if http else 0)
 
 
 def _refusal(request_id: str, error: str) -> GenerateReply:

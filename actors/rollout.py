@@ -115,4 +115,5 @@ class EpisodePlayer:
             max_new_tokens=self._rollout.max_response_tokens,
             seed=(seed * SEEDS_AN_EPISODE + turn) % (1 << 63),
             stop_ids=self._tokenizer.eos_ids,
+            stop=self._rollout.stop,
         )

@@ -15,7 +15,7 @@ import torch
 from seed_async.journal import Journal, read_journal
 from seed_async.learner.batch import UpdateBatch
 from seed_async.learner.update_rows import trained_ages
-from seed_async.messages import Batch, BatchRequest, Finished, LearnerStarted, Message, RunFinished, Sample
+from seed_async.messages import Batch, BatchRequest, Canary, Finished, LearnerStarted, Message, RunFinished, Sample
 from seed_async.role import RoleContext
 from seed_async.staleness import StalenessBound
 from seed_async.transport import TransportTimeoutError
@@ -102,11 +102,11 @@ class Leader:
             )
         self._journal.commit()
 
-    def publish(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+    def publish(self, version: int, weights: dict[str, torch.Tensor], canary: Canary) -> None:
         """Publish `weights` as `version` and wait until the policy servers serve them."""
         self._journal.note("published", version=version)
         with self._context.timeline.span("publish", version):
-            self._publisher.publish(version, numpy_weights(weights))
+            self._publisher.publish(version, numpy_weights(weights), canary)
             replicas = self._topology.roles.policy.replicas
             timeout_s = self._topology.supervision.replacement_timeout_s
             for name in self._publisher.wait_acknowledged(

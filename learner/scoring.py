@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from seed_async.learner.packed_attention import ATTENTION_NAME, register_packed_attention
 from seed_async.learner.packing import MaskedRow, PackedRow, pack, plan_micro_batches
+from seed_async.messages import Canary
+from seed_async.weights.canary import canary_text
 
 # Architectures whose logits are lm_head(hidden) and nothing else (no soft cap, no scale), checked against a plain
 # forward pass in the tests.
@@ -33,6 +35,13 @@ class IdleRow(NamedTuple):
 
     token_ids: np.ndarray = np.zeros(2, dtype=np.int32)
     response_mask: np.ndarray = np.array([False, True])
+
+
+class CanaryRow(NamedTuple):
+    """The canary as a row: `token_ids` int32 [T], `response_mask` bool [T]."""
+
+    token_ids: np.ndarray
+    response_mask: np.ndarray
 
 
 class Scores(NamedTuple):
@@ -119,6 +128,17 @@ def score(
     if not parts:
         return Scores(torch.empty(0, device=device), torch.empty(0, device=device))
     return Scores(torch.cat([part.logprob for part in parts]), torch.cat([part.entropy for part in parts]))
+
+
+@torch.no_grad()
+def score_canary(model: PreTrainedModel, compute_dtype: ComputeDtype) -> Canary:
+    """What the present weights give the canary at temperature 1; every rank of a sharded model must ask for it."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    text = canary_text(vocabulary)
+    ids = np.concatenate(text)
+    row = CanaryRow(ids, np.arange(ids.size) >= text.prompt_ids.size)
+    scores = score(model, [row], temperature=1.0, token_budget=ids.size, compute_dtype=compute_dtype)
+    return Canary(vocabulary=vocabulary, logprobs=tuple(scores.logprob.tolist()))
 
 
 def score_packed(model: PreTrainedModel, row: PackedRow, temperature: float, compute_dtype: ComputeDtype) -> Scores:

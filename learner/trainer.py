@@ -23,7 +23,7 @@ from seed_async.learner.checkpoint import (
 from seed_async.learner.export import export_weights
 from seed_async.learner.leader import Leader
 from seed_async.learner.ranks import Ranks
-from seed_async.learner.scoring import load_policy, max_context_tokens
+from seed_async.learner.scoring import load_policy, max_context_tokens, score_canary
 from seed_async.learner.step import update
 from seed_async.learner.update_rows import check_ages, loss_config, update_batch
 from seed_async.messages import Batch
@@ -156,8 +156,9 @@ class Learner:
         """Publish the policy as `version` and wait until the policy servers serve it; returns the seconds it took."""
         started_s = time.monotonic()
         weights = self._ranks.gather(self._policy)
+        canary = score_canary(self._policy, self._config.compute_dtype)
         if self._leader is not None:
-            self._leader.publish(version, weights)
+            self._leader.publish(version, weights, canary)
         return time.monotonic() - started_s
 
     def _export(self) -> None:

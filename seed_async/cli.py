@@ -1,7 +1,9 @@
 """The command line, which is also the composition root: commands import what they run only when they run it."""
 
 import json
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,12 +11,13 @@ from typing import Annotated
 
 import typer
 
+from seed_async.api_key import ApiKeyError, read_api_key
 from seed_async.journal import JournalDamagedError
 from seed_async.launcher import LaunchError, Status, launch, role_processes, running_launcher
 from seed_async.live import History, progress_of, read_fleet
 from seed_async.role import die_with_launcher
 from seed_async.rundir import RunDir
-from seed_async.topology import Topology
+from seed_async.topology import Http, Policy, Topology
 from seed_async.topology_file import TopologyError, check_machine, engine_lack, load_topology
 
 USER_ERROR = 2
@@ -49,6 +52,7 @@ def _user_errors() -> Iterator[None]:
         TaskNotFoundError,
         GameFormatError,
         JournalDamagedError,
+        ApiKeyError,
     ) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(USER_ERROR) from error
@@ -74,6 +78,17 @@ def _count_tasks(topology: Topology) -> dict[str, int]:
 def _require_model(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise UsageError(f"{path} is no checkpoint folder: it holds no config.json")
+
+
+def _require_engine(engine: str) -> None:
+    if (lack := engine_lack(engine)) is not None:
+        raise UsageError(lack)
+
+
+def _require_api_key(topology: Topology) -> None:
+    """Refuse a run whose endpoint would not find its key."""
+    if topology.roles.policy.http is not None:
+        read_api_key(topology.roles.policy.http)
 
 
 def _require_data(path: Path) -> None:
@@ -111,6 +126,7 @@ def launch_command(
             raise UsageError("--overwrite deletes the run that --resume goes on with: give one of them")
         loaded = load_topology(topology, overrides or ())
         check_machine(loaded, topology, overrides or ())
+        _require_api_key(loaded)
         _count_tasks(loaded)
     try:
         code = launch(loaded, _report, overwrite=overwrite, resume=resume)
@@ -126,6 +142,7 @@ def validate(topology: TopologyOption, overrides: SetOption = None) -> None:
     with _user_errors():
         loaded = load_topology(topology, overrides or ())
         check_machine(loaded, topology, overrides or ())
+        _require_api_key(loaded)
         tasks = _count_tasks(loaded)
     rollout, actors = loaded.rollout, loaded.roles.actors
     groups, size, bound = rollout.groups_per_update, rollout.group_size, loaded.staleness.max
@@ -210,12 +227,60 @@ def evaluate(
     with _user_errors():
         loaded = load_topology(topology, [*(overrides or ()), *given])
         _require_model(model)
-        if (lack := engine_lack(loaded)) is not None:
-            raise UsageError(lack)
+        _require_engine(loaded.roles.policy.engine)
         _count_tasks(loaded)
         from seed_async.actors.evaluation_cli import evaluate_model
 
         print(json.dumps(evaluate_model(loaded, model, out), indent=2))
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Option(help="Model folder: runs/NAME/final, say.")],
+    port: Annotated[int, typer.Option(min=0, max=65000, help="0 takes a free one.")] = 8400,
+    host: Annotated[str, typer.Option(help="Other than loopback only with an API key.")] = "127.0.0.1",
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the API key.")] = None,
+    engine: Annotated[str, typer.Option(help="`torch` or `vllm`.")] = "torch",
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+    max_slots: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 16,
+    max_context_tokens: Annotated[int | None, typer.Option(min=2, help="Of prompt and response.")] = None,
+) -> None:
+    """Serve a model for OpenAI clients, without a run."""
+    from pydantic import ValidationError
+
+    with _user_errors():
+        _require_model(model)
+        keys = {"api_key_env": api_key_env, "api_key_file": api_key_file}
+        settings = {"port": port, "host": host, **keys}
+        try:
+            http = Http.model_validate(settings)
+            policy = Policy.model_validate({"engine": engine, "threads": threads, "max_slots": max_slots})
+        except ValidationError as error:
+            raise UsageError("; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())) from error
+        _require_engine(engine)
+        read_api_key(http)
+        _serve(model, policy, http, max_context_tokens)
+
+
+def _serve(model: Path, policy: Policy, http: Http, max_context_tokens: int | None) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    import torch
+
+    from seed_async.actors.endpoint.standalone import serve_model
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    torch.set_num_threads(policy.threads)
+    serve_model(
+        model,
+        policy,
+        http,
+        max_context_tokens,
+        stop,
+        lambda port, name: print(f"serving {name} at http://{http.host}:{port}/v1", flush=True),
+    )
 
 
 @app.command()

@@ -12,10 +12,11 @@ import numpy as np
 
 from seed_async.ports import FinishReason, RequestKind, Sampling
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 TrajectoryStatus = Literal["won", "lost", "truncated"]
 WeightsPhase = Literal["idle", "transfer", "verify", "resume"]
+Refusal = Literal["", "digest", "canary"]
 AckStatus = Literal["accepted", "duplicate", "fenced", "refused"]
 
 
@@ -333,6 +334,16 @@ class GenerateRequest(Message, frozen=True):
     kind: RequestKind
 
 
+class Cancel(Message, frozen=True):
+    """Nobody waits for the response to this request any more; answered by an Ack, also when it is not known."""
+
+    request_id: str
+
+
+class Ping(Message, frozen=True):
+    """Answered by an Ack in the next turn of the server's loop, whatever it generates meanwhile."""
+
+
 class GenerateReply(Message, frozen=True):
     """A finished response (see `ports.Generation`), or the reason for a refusal in `error`."""
 
@@ -357,11 +368,19 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     offset_bytes: int
 
 
+class Canary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Log-probs in nats that the learner's weights give the canary of `vocabulary` ids (`weights/canary.py`)."""
+
+    vocabulary: int
+    logprobs: tuple[float, ...]
+
+
 class WeightsManifest(Message, frozen=True):
     """A published version: its tensors in one run of bytes, the digest of these, and where they are to be had.
 
     `segment` is a file in shared memory or the address of a broadcast. `attempt` counts how often the version was
-    staged again because somebody had received damaged bytes.
+    staged again because somebody had received damaged bytes, or could not load them. An engine that finds other numbers
+    than the `canary` has does not serve the version; None: nothing is compared.
     """
 
     version: int
@@ -370,6 +389,7 @@ class WeightsManifest(Message, frozen=True):
     digest: str
     tensors: tuple[TensorSpec, ...]
     attempt: int = 0
+    canary: Canary | None = None
 
     @property
     def key(self) -> str:
@@ -388,8 +408,9 @@ class WeightsPoll(Message, frozen=True):
     """A receiver's report, and over ZeroMQ at the same time its long poll for orders that it does not know.
 
     `version` with `digest` is in use, which acknowledges it (-1 and empty: nothing yet); `staged` is verified and about
-    to be used; `seen` is the key of the newest manifest it knows; `refused` the key of one whose bytes arrived damaged,
-    which the publisher then stages again. The answer is WeightsOrders, or an Ack when nothing new came within the wait.
+    to be used; `seen` is the key of the newest manifest it knows; `refused` the key of one whose bytes arrived damaged
+    (`refusal` digest) or with which its engine finds another canary (canary): the publisher stages it again. The
+    answer is WeightsOrders, or an Ack when nothing new came within the wait.
     """
 
     receiver: str
@@ -397,6 +418,7 @@ class WeightsPoll(Message, frozen=True):
     version: int
     digest: str
     refused: str = ""
+    refusal: Refusal = ""
     staged: int = -1
     seen: str = ""
     pinned: int = -1

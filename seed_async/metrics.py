@@ -41,6 +41,8 @@ FAMILIES: dict[str, Family] = {
     # Weights, any role
     "policy_version": Family("gauge", "Weight version that this process uses."),
     "weight_sync_seconds": Family("histogram", "Time from learning of a new version to using it.", (), SECONDS),
+    "canary_gap_nats": Family("gauge", "Largest log-prob gap to the learner on the canary of the last version loaded."),
+    "canary_refusals_total": Family("counter", "Versions not served because the engine found another canary."),
     "weight_receivers_evicted_total": Family("counter", "Weight receivers given up on by the publisher."),
     # Learner
     "updates_total": Family("counter", "Optimizer updates."),
@@ -112,6 +114,8 @@ FAMILIES: dict[str, Family] = {
     "generated_tokens_total": Family("counter", "Sampled tokens."),
     "prefilled_tokens_total": Family("counter", "Prompt tokens computed."),
     "cached_tokens_total": Family("counter", "Prompt tokens served from the prefix cache."),
+    "http_requests_total": Family("counter", "Requests to the HTTP endpoint by the status of the answer.", ("status",)),
+    "requests_moved_total": Family("counter", "Generation requests taken from a silent policy server to another one."),
     # Any role
     "rejected_frames_total": Family("counter", "Messages refused or not delivered.", ("reason",)),
     "event_loop_lag_seconds": Family("gauge", "How late the event loop last woke."),

@@ -4,14 +4,16 @@ Implementations live with the role that runs them (engines in `actors/engines`, 
 `seed_async/weights/`); the fakes of the tests implement the same Protocols.
 """
 
-from collections.abc import Mapping
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
-RequestKind = Literal["act", "analyse", "evaluate"]
+RequestKind = Literal["act", "analyse", "evaluate", "chat"]
 FinishReason = Literal["stop", "length", "cancelled"]
+TextStream = Callable[[int], str]
+"""Takes the ids of one response one by one; returns the text that each adds, "" while a character is not whole."""
 
 
 class RequestRefusedError(ValueError):
@@ -19,12 +21,16 @@ class RequestRefusedError(ValueError):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to sample one response. Temperature 0 is greedy; `seed` makes the draw independent of the batch mix."""
+    """How to sample one response. Temperature 0 is greedy; `seed` makes the draw independent of the batch mix.
+
+    The response ends with an id of `stop_ids`, or with the id whose text completes one of the strings `stop`.
+    """
 
     temperature: float
     max_new_tokens: int
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +60,39 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class Sampled(NamedTuple):
+    """What a request has sampled so far: ids int32 [T] and their log-probs float32 [T], as in `Generation`."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+    @classmethod
+    def nothing(cls) -> "Sampled":
+        """No token."""
+        return cls(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32))
+
+
+class Streamer(Protocol):
+    """An engine that shows what its requests have so far, for clients that read along."""
+
+    def sampled(self, request_id: str) -> Sampled:
+        """The tokens of a running request; none of one that waits or is unknown."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """An engine that also tells log-probs of given tokens, so that its weights can be compared with the learner's."""
+
+    def score(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
+        """Log-probs float32 [T] at temperature 1 of `response_ids` int32 [T] after `prompt_ids` int32 [P].
+
+        Computed by the engine's own forward pass between two steps, without any cached prefix; requests that run are
+        not advanced.
+        """
+        ...
+
+
 class Engine(Protocol):
     """A generation engine with continuous batching, advanced by its owner's loop. Not thread safe."""
 
@@ -69,14 +108,19 @@ class Engine(Protocol):
         """Advance every running request by one token and return those that finished; [] when idle."""
         ...
 
-    def load_weights(self, version: int, tensors: Mapping[str, np.ndarray]) -> None:
+    def load_weights(self, version: int, tensors: Mapping[str, np.ndarray], *, rollback: bool = False) -> None:
         """Replace all weights between two steps. Running requests go on; tokens after it come from `version` alone.
 
-        Raises KeyError for a missing or unknown tensor name and ValueError for a wrong shape or dtype; then the old
-        weights are still whole.
+        Only a `rollback` may load a version that is not newer: what was loaded last has turned out wrong. Raises
+        KeyError for a missing or unknown tensor name and ValueError for a wrong shape or dtype; then the old weights
+        are still whole.
         """
         ...
 
     def health(self) -> EngineHealth:
         """Return the current load and counters."""
         ...
+
+
+class StreamingEngine(Engine, Streamer, Protocol):
+    """What a server of text needs."""

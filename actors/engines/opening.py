@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from seed_async.ports import Engine
+from seed_async.ports import StreamingEngine
+from seed_async.text import ChatTokenizer
 from seed_async.topology import Policy
 
 VLLM_ENVIRONMENT = {
@@ -28,8 +29,12 @@ def prepare_vllm(threads: int) -> None:
 
 def open_engine(
     policy: Policy, model: Path, *, max_context_tokens: int, max_waiting: int = 1024, version: int = 0
-) -> Engine:
-    """Load the checkpoint folder `model` into the engine of `policy`; its weights are called `version`."""
+) -> StreamingEngine:
+    """Load the checkpoint folder `model` into the engine of `policy`; its weights are called `version`.
+
+    The folder's tokenizer finds stop strings.
+    """
+    open_stream = ChatTokenizer.load(model).text_stream
     if policy.engine == "vllm":
         prepare_vllm(policy.threads)
         from seed_async.actors.engines.vllm_engine import VllmEngine
@@ -41,6 +46,7 @@ def open_engine(
             max_waiting=max_waiting,
             options=policy.vllm,
             version=version,
+            open_stream=open_stream,
         )
     from seed_async.actors.engines.torch_engine import TorchEngine, load_model
 
@@ -50,4 +56,5 @@ def open_engine(
         max_context_tokens=max_context_tokens,
         max_waiting=max_waiting,
         version=version,
+        open_stream=open_stream,
     )

@@ -37,10 +37,16 @@ class RequestQueue:
     It also knows the ids of the requests that it gave out, until `close` says that they have finished.
     """
 
-    def __init__(self, *, vocabulary: int, context: int, max_waiting: int, min_temperature: float) -> None:
-        """`context` tokens hold prompt and response; `min_temperature` is the smallest that is not greedy."""
+    def __init__(
+        self, *, vocabulary: int, context: int, max_waiting: int, min_temperature: float, stop_strings: bool
+    ) -> None:
+        """`context` tokens hold prompt and response; `min_temperature` is the smallest that is not greedy.
+
+        `stop_strings`: whether the engine can find them.
+        """
         self._vocabulary, self._context = vocabulary, context
         self._max_waiting, self._min_temperature = max_waiting, min_temperature
+        self._stop_strings = stop_strings
         self._waiting: dict[RequestKind, deque[Request]] = {kind: deque() for kind in get_args(RequestKind)}
         self._turns: deque[RequestKind] = deque(self._waiting)
         self._open: set[str] = set()
@@ -79,6 +85,10 @@ class RequestQueue:
             return f"temperature {temperature} is neither 0 nor a finite number of at least {lowest}"
         if sampling.seed < 0:
             return f"seed {sampling.seed} is negative"
+        if "" in sampling.stop:
+            return "a stop string is empty"
+        if sampling.stop and not self._stop_strings:
+            return "the engine was opened without a tokenizer and cannot find stop strings"
         return None
 
     def take(self, most: int) -> Iterator[Request]:

@@ -5,19 +5,26 @@ cached yet, and one token for each request that is decoding. A change of weights
 nothing that old weights computed is read again; running requests are prefilled anew and go on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from seed_async.actors.engines.attention import ATTENTION_NAME, SlotCache, make_plan, register_slotted_attention
+from seed_async.actors.engines.attention import (
+    ATTENTION_NAME,
+    AttentionPlan,
+    SlotCache,
+    make_plan,
+    register_slotted_attention,
+)
 from seed_async.actors.engines.published import as_torch, check_tensors
 from seed_async.actors.engines.queueing import RequestQueue
 from seed_async.actors.engines.sampling import draw_tokens
 from seed_async.actors.engines.slots import SlotTable
-from seed_async.ports import EngineHealth, Generation, RequestKind, Sampling
+from seed_async.actors.engines.stopping import StopStrings
+from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampled, Sampling, TextStream
 
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature above 0: logits divided by much less overflow float32."""
@@ -45,19 +52,25 @@ class TorchEngine:
         max_waiting: int = 1024,
         prefill_tokens_per_step: int = 2048,
         version: int = 0,
+        open_stream: Callable[[], TextStream] | None = None,
     ) -> None:
-        """Reserve `max_slots` slots of `max_context_tokens`; `model` has the engine's attention (see `load_model`)."""
+        """Reserve `max_slots` slots of `max_context_tokens`; `model` has the engine's attention (see `load_model`).
+
+        `open_stream` is for stop strings: see `stopping`.
+        """
         config = model.config.get_text_config()
         _check_model(config)
         self._model, self._decoder = model, model.base_model
         self._head: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._cache = SlotCache(config, max_slots, max_context_tokens, model)
         self._table = SlotTable(max_slots, max_context_tokens)
+        self._stops = StopStrings(open_stream)
         self._queue = RequestQueue(
             vocabulary=int(config.vocab_size),
             context=max_context_tokens,
             max_waiting=max_waiting,
             min_temperature=MIN_TEMPERATURE,
+            stop_strings=self._stops.known,
         )
         self._prefill_budget, self._version = prefill_tokens_per_step, version
         self._steps = self._generated = self._prefilled = self._reused = 0
@@ -82,14 +95,16 @@ class TorchEngine:
             if ready.size > 0:
                 draw = draw_tokens(logits, table.temperatures[ready], table.uniforms[ready, table.length[ready]])
                 self._generated += ready.size
-                ended = table.append(ready, draw.token_ids, draw.logprobs, self._version)
-                finished += [table.finish(slot, reason) for slot, reason in ended]
+                ended = dict(table.append(ready, draw.token_ids, draw.logprobs, self._version))
+                ended |= self._stopped(ready, draw.token_ids)
+                finished += [table.finish(slot, reason) for slot, reason in ended.items()]
         self._queue.close(finished)
+        self._stops.forget(finished)
         return finished
 
-    def load_weights(self, version: int, tensors: Mapping[str, np.ndarray]) -> None:
+    def load_weights(self, version: int, tensors: Mapping[str, np.ndarray], *, rollback: bool = False) -> None:
         """Replace all weights between two steps and forget every cached key and value; see `ports.Engine`."""
-        if version <= self._version:
+        if version <= self._version and not rollback:
             raise ValueError(f"version {version} is not newer than the present {self._version}")
         parameters = dict(self._model.named_parameters())
         check_tensors(parameters, tensors)
@@ -98,6 +113,26 @@ class TorchEngine:
                 parameters[name].copy_(tensor)
         self._table.cached[:] = 0
         self._version = version
+
+    def sampled(self, request_id: str) -> Sampled:
+        """What a request has so far; see `ports.Streamer`."""
+        table = self._table
+        for slot, request in enumerate(table.requests):
+            if request is not None and request.request_id == request_id:
+                part = slice(table.prompt_length[slot], table.length[slot])
+                return Sampled(table.ids[slot, part].copy(), table.logprobs[slot, part].copy())
+        return Sampled.nothing()
+
+    @torch.inference_mode()
+    def score(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
+        """Log-probs of given tokens; see `ports.Scorer`. A cache of one slot for this call leaves the others alone."""
+        ids = np.concatenate([prompt_ids, response_ids]).astype(np.int64)
+        cache = SlotCache(self._model.config.get_text_config(), 1, ids.size, self._model)
+        plan = make_plan(cache, np.zeros(1, np.int64), np.array([ids.size]), np.zeros(1, np.int64), num_decode=0)
+        hidden = self._decode(torch.from_numpy(ids), plan)[prompt_ids.size - 1 : -1]
+        logprobs = torch.log_softmax(self._head(hidden).float(), dim=-1).cpu().numpy()
+        scored: np.ndarray = logprobs[np.arange(response_ids.size), response_ids]
+        return scored
 
     def health(self) -> EngineHealth:
         """Return the current load and counters."""
@@ -109,6 +144,17 @@ class TorchEngine:
             prefilled_tokens=self._prefilled,
             cached_tokens=self._reused,
         )
+
+    def _stopped(self, slots: np.ndarray, token_ids: np.ndarray) -> dict[int, FinishReason]:
+        """The slots [B] whose sampled token [B] completes a stop string."""
+        stopped: dict[int, FinishReason] = {}
+        if not self._stops.watching:
+            return stopped
+        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+            request = self._table.requests[slot]
+            if request is not None and self._stops.completed(request.request_id, token_id):
+                stopped[slot] = "stop"
+        return stopped
 
     def _take_cancelled(self) -> list[Generation]:
         """Free the slots and queue places of cancelled requests."""
@@ -127,6 +173,7 @@ class TorchEngine:
             if target != source and shared > 0:
                 self._cache.copy_prefix(source, target, shared)
             self._table.place(target, request, shared)
+            self._stops.watch(request.request_id, request.sampling.stop)
             self._reused += shared
 
     def _forward(self, slots: np.ndarray, counts: np.ndarray, num_decode: int) -> tuple[torch.Tensor, np.ndarray]:
@@ -137,10 +184,7 @@ class TorchEngine:
         """
         table, prefixes = self._table, self._table.cached[slots]
         plan = make_plan(self._cache, slots, counts, prefixes, num_decode)
-        ids = torch.from_numpy(table.pending_ids(slots, counts, num_decode)).to(self._cache.device)
-        hidden = self._decoder(
-            input_ids=ids[None], position_ids=plan.positions[None], slot_plan=plan, use_cache=False
-        ).last_hidden_state[0]
+        hidden = self._decode(torch.from_numpy(table.pending_ids(slots, counts, num_decode)), plan)
         self._steps += 1
         table.last_used[slots] = self._steps
         table.cached[slots] = prefixes + counts
@@ -149,6 +193,14 @@ class TorchEngine:
         if num_decode < slots.size:
             hidden = hidden[torch.from_numpy(counts.cumsum()[complete] - 1).to(hidden.device)]
         return self._head(hidden).float(), slots[complete]
+
+    def _decode(self, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """Hidden states [T, d] of a packed row of ids int64 [T]."""
+        ids = ids.to(plan.positions.device)
+        hidden: torch.Tensor = self._decoder(
+            input_ids=ids[None], position_ids=plan.positions[None], slot_plan=plan, use_cache=False
+        ).last_hidden_state[0]
+        return hidden
 
 
 def _check_model(config: PretrainedConfig) -> None:

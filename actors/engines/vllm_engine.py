@@ -10,7 +10,7 @@ the queue's work as in the torch engine. The queue hands over no more than `max_
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,9 +26,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from seed_async.actors.engines.published import check_tensors
 from seed_async.actors.engines.queueing import Request, RequestQueue
+from seed_async.actors.engines.stopping import StopStrings
 from seed_async.actors.engines.vllm_cpu import WORKER as CPU_WORKER
 from seed_async.actors.engines.vllm_weights import ARRAYS, open_sender
-from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampling
+from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampled, Sampling, TextStream
 from seed_async.topology import VllmOptions
 
 MIN_TEMPERATURE = 0.01
@@ -78,6 +79,7 @@ class VllmEngine:
         options: VllmOptions | None = None,
         version: int = 0,
         array_transfer: str = ARRAYS,
+        open_stream: Callable[[], TextStream] | None = None,
     ) -> None:
         """Load the checkpoint folder `path`; `max_slots` requests run at once, as far as the KV cache holds them.
 
@@ -95,11 +97,13 @@ class VllmEngine:
         self._engine = LLMEngine.from_engine_args(_engine_args(path, max_slots, context, options, array_transfer))
         self._sender = open_sender(self._engine, options)
         self._max_slots, self._context, self._version = max_slots, context, version
+        self._stops = StopStrings(open_stream)
         self._queue = RequestQueue(
             vocabulary=int(text.vocab_size),
             context=context,
             max_waiting=max_waiting,
             min_temperature=MIN_TEMPERATURE,
+            stop_strings=self._stops.known,
         )
         self._running: dict[str, _Running] = {}
         self._generated = self._prefilled = self._reused = 0
@@ -127,14 +131,22 @@ class VllmEngine:
                 if reason is not None:
                     finished.append(self._running.pop(output.request_id).generation(reason))
         self._queue.close(finished)
+        self._stops.forget(finished)
         return finished
 
-    def load_weights(self, version: int, tensors: Mapping[str, np.ndarray]) -> None:
+    def sampled(self, request_id: str) -> Sampled:
+        """What a request has so far; see `ports.Streamer`."""
+        running = self._running.get(request_id)
+        if running is None:
+            return Sampled.nothing()
+        return Sampled(np.array(running.token_ids, dtype=np.int32), np.array(running.logprobs, dtype=np.float32))
+
+    def load_weights(self, version: int, tensors: Mapping[str, np.ndarray], *, rollback: bool = False) -> None:
         """Replace all weights between two steps and forget every cached key and value; see `ports.Engine`.
 
         Tensors have the engine's dtype, or float32, which is rounded to it.
         """
-        if version <= self._version:
+        if version <= self._version and not rollback:
             raise ValueError(f"version {version} is not newer than the present {self._version}")
         check_tensors(self._parameters, tensors, also=[torch.float32])
         self._sender.send(version, tensors)
@@ -178,6 +190,7 @@ class VllmEngine:
         prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
         internal_id = self._engine.add_request(request.request_id, prompt, params)
         self._running[request.request_id] = _Running(request, internal_id)
+        self._stops.watch(request.request_id, sampling.stop)
 
     def _append(self, output: RequestOutput) -> FinishReason | None:
         """Take over what a step sampled for a request; the reason when it ended with it."""
@@ -194,6 +207,12 @@ class VllmEngine:
             running.logprobs.append(logprob)
             running.versions.append(self._version)
         self._generated += len(completion.token_ids)
+        # A step samples one token a request, so none comes after the one that completes a stop string.
+        stopped = any([self._stops.completed(output.request_id, token_id) for token_id in completion.token_ids])
+        if stopped and not output.finished:
+            self._engine.abort_request([running.internal_id], internal=True)
+        if stopped:
+            return "stop"
         if not output.finished:
             return None
         if completion.finish_reason not in FINISH_REASONS:

@@ -252,6 +252,13 @@ class AsyncClient:
             self._requester.pending.pop(sequence, None)
             self._futures.pop(sequence, None)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the server is there and takes messages: ZeroMQ drops the connection of one that has died at once."""
+        self._attach()
+        self._service()  # reading the state uses up the descriptor's news of arrivals
+        return bool(self._requester.socket.poll(0, zmq.POLLOUT))
+
     def close(self) -> None:
         """Drop the connection; calls that still wait raise ConnectionError. Call it in the loop's thread."""
         if self._timer is not None:

@@ -7,7 +7,7 @@ and what is newest (`control_zmq`, `control_rpc`); the transport brings the byte
 
 from seed_async.weights.manifest import WeightsCorruptError, WeightsGoneError, build_manifest, verified_arrays
 from seed_async.weights.opening import open_publisher, open_receiver
-from seed_async.weights.publisher import WeightPublisher
+from seed_async.weights.publisher import WeightPublisher, WeightsRefusedError
 from seed_async.weights.receiver import WeightReceiver
 from seed_async.weights.seams import ControlLink, ControlPlane, Deadlines, ReceiverRole, WeightSource, WeightTransport
 from seed_async.weights.segments import KEPT_SEGMENTS, SegmentSource, SegmentStore, read_segment
@@ -26,6 +26,7 @@ __all__ = [
     "WeightTransport",
     "WeightsCorruptError",
     "WeightsGoneError",
+    "WeightsRefusedError",
     "build_manifest",
     "open_publisher",
     "open_receiver",

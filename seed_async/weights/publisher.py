@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
 import numpy as np
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from seed_async.messages import WeightsManifest, WeightsPoll
+from seed_async.messages import Canary, WeightsManifest, WeightsPoll
 from seed_async.weights.board import FORGET_AFTER_S
 from seed_async.weights.seams import ControlPlane, Deadlines, ReceiverRole, WeightTransport
 
@@ -19,6 +20,14 @@ SAY_AFTER_S = 2.0
 """A phase that lasts longer than this is logged with the names of those that are waited for ..."""
 SAY_AGAIN_S = 10.0
 """... and again this often."""
+
+
+CANARY_ATTEMPTS = 3
+"""A version whose canary a receiver has refused so often is not staged again for it: loading it again is no help."""
+
+
+class WeightsRefusedError(RuntimeError):
+    """Every receiver found another canary than the learner: nobody can serve the version."""
 
 
 class Progress(IntEnum):
@@ -42,6 +51,12 @@ def progress_of(report: WeightsPoll, manifest: WeightsManifest) -> Progress:
     if report.staged == manifest.version:
         return Progress.VERIFIED
     return Progress.TRANSFERRED if report.phase == "verify" else Progress.NOTHING
+
+
+def refused_for_good(report: WeightsPoll, manifest: WeightsManifest) -> bool:
+    """Whether the sender of `report` has refused the canary of `manifest` in its last attempt."""
+    last = manifest.attempt + 1 >= CANARY_ATTEMPTS
+    return last and report.refusal == "canary" and report.refused == manifest.key
 
 
 def process_of(receiver: str) -> str:
@@ -80,20 +95,20 @@ class WeightPublisher:
         self._log: FilteringBoundLogger = log or structlog.get_logger()
         self._newest: WeightsManifest | None = None
         self._tensors: Mapping[str, np.ndarray] = {}
+        self._canary: Canary | None = None
         self._receivers: dict[str, WeightsPoll] = {}
         self._given_up: dict[ReceiverRole, set[str]] = {"policy": set(), "analyzer": set()}
         self.num_refused = 0
-        """Times that a receiver found the announced bytes damaged."""
+        """Times that a receiver found the announced bytes damaged, or another canary after loading them."""
 
-    def publish(self, version: int, tensors: Mapping[str, np.ndarray]) -> WeightsManifest:
-        """Stage a version and make it the newest; returns at once.
+    def publish(self, version: int, tensors: Mapping[str, np.ndarray], canary: Canary | None = None) -> WeightsManifest:
+        """Stage a version and make it the newest; returns at once. `canary`: see `WeightsManifest`.
 
         `tensors` must not change while `wait_acknowledged` runs: a receiver that got damaged bytes has them staged
         again from there.
         """
-        self._newest, self._tensors = self._transport.stage(version, tensors, 0), tensors
-        self._control.announce(self._newest)
-        return self._newest
+        self._tensors, self._canary = tensors, canary
+        return self._stage(version, 0)
 
     def wait_acknowledged(
         self,
@@ -109,7 +124,8 @@ class WeightPublisher:
         Those are not waited for again (the run goes on without them) until they or their successors report. Once
         `stop` is set nobody is waited for: the receivers are ending too. `on_wait` is called several times a second
         (the caller's pulse). Afterwards `version` is pinned.
-        Raises TimeoutError when no receiver at all uses the version after `timeout_s`.
+        Raises TimeoutError when no receiver at all uses the version after `timeout_s`, WeightsRefusedError as soon as
+        every one of them has refused its canary for good.
         """
         wait = _Wait(version, role, replicas, time.monotonic() + timeout_s, stop, on_wait)
         given_up: list[str] = []
@@ -126,6 +142,12 @@ class WeightPublisher:
         self._control.close()
         self._transport.close()
 
+    def _stage(self, version: int, attempt: int) -> WeightsManifest:
+        staged = self._transport.stage(version, self._tensors, attempt)
+        self._newest = newest = msgspec.structs.replace(staged, canary=self._canary)
+        self._control.announce(newest)
+        return newest
+
     def _wait(self, wait: _Wait, phase: str, step: Progress, limit_s: float) -> bool:
         """Wait for one phase; False when its deadline has passed and somebody, but not everybody, is there."""
         started_s = time.monotonic()
@@ -136,8 +158,15 @@ class WeightPublisher:
             now_s = time.monotonic()
             if len(there) >= expected or wait.stopped():
                 return True
-            if there and now_s >= phase_end_s:
+            refused = self._refused(wait)
+            all_refused = len(there) + len(refused) >= expected
+            if there and (now_s >= phase_end_s or all_refused):
                 return False
+            if all_refused:
+                raise WeightsRefusedError(
+                    f"version {wait.version}: {', '.join(refused)} found another canary than the learner, "
+                    f"{CANARY_ATTEMPTS} times"
+                )
             if now_s >= wait.end_s:
                 raise TimeoutError(
                     f"no {wait.role} acknowledged version {wait.version} by the deadline; its {phase} is not over "
@@ -160,6 +189,10 @@ class WeightPublisher:
     def _behind(self, wait: _Wait, step: Progress) -> list[str]:
         manifest = self._manifest(wait.version)
         return [f"{name} ({each.phase})" for name, each in self._of(wait.role) if progress_of(each, manifest) < step]
+
+    def _refused(self, wait: _Wait) -> list[str]:
+        manifest = self._manifest(wait.version)
+        return [name for name, each in self._of(wait.role) if refused_for_good(each, manifest)]
 
     def _manifest(self, version: int) -> WeightsManifest:
         if self._newest is None or self._newest.version != version:
@@ -188,15 +221,14 @@ class WeightPublisher:
         ages_s = self._control.health()
         for name in [name for name in self._receivers if ages_s.get(name, FORGET_AFTER_S) >= FORGET_AFTER_S]:
             del self._receivers[name]
-        damaged = False
+        newest, again = self._newest, False
         for report in reports:
             self._note(report)
-            damaged |= self._newest is not None and report.refused == self._newest.key
-            self.num_refused += self._newest is not None and report.refused == self._newest.key
-        if damaged and self._newest is not None:
-            newest = self._newest
-            self._newest = self._transport.stage(newest.version, self._tensors, newest.attempt + 1)
-            self._control.announce(self._newest)
+            if newest is not None and report.refused == newest.key:
+                self.num_refused += 1
+                again |= not refused_for_good(report, newest)
+        if again and newest is not None:
+            self._stage(newest.version, newest.attempt + 1)
 
     def _note(self, report: WeightsPoll) -> None:
         process, given_up = process_of(report.receiver), self._given_up[report.role]

@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from seed_async.messages import WeightsManifest, WeightsPhase, WeightsPoll
+from seed_async.messages import Refusal, WeightsManifest, WeightsPhase, WeightsPoll
 from seed_async.weights.manifest import WeightsCorruptError, WeightsGoneError, verified_arrays
 from seed_async.weights.seams import ControlLink, Deadlines, ReceiverRole, WeightSource
 
@@ -66,6 +66,7 @@ class WeightReceiver:
         self._deadlines = deadlines or Deadlines()
         self._log: FilteringBoundLogger = log or structlog.get_logger()
         self._version, self._digest, self._staged, self._refused = -1, "", -1, ""
+        self._refusal: Refusal = ""
         self._newest: WeightsManifest | None = None
         self._phase: WeightsPhase = "idle"
         self._attempt: _Attempt | None = None
@@ -73,7 +74,7 @@ class WeightReceiver:
         self.pinned = -1
         """The version in service; an analysis starts at it or at a newer one."""
         self.num_refused = 0
-        """Versions whose bytes did not have the announced digest."""
+        """Versions whose bytes did not have the announced digest, or that their owner has refused."""
         self._report()
 
     def poll(self, timeout_s: float = 0.0) -> Update | None:
@@ -97,6 +98,13 @@ class WeightReceiver:
         self._phase = "idle"
         self._report()
 
+    def refuse(self, manifest: WeightsManifest) -> None:
+        """Say that `manifest` gave another canary once it was loaded: what was in use before still is."""
+        self.num_refused += 1
+        self._refused, self._refusal, self._staged = manifest.key, "canary", self._version
+        self._phase = "idle"
+        self._report()
+
     def close(self) -> None:
         """Leave the control plane and the transport."""
         self._link.close()
@@ -110,6 +118,7 @@ class WeightReceiver:
                 version=self._version,
                 digest=self._digest,
                 refused=self._refused,
+                refusal=self._refusal,
                 staged=self._staged,
                 seen=self._newest.key if self._newest else "",
                 pinned=self.pinned,
@@ -162,16 +171,16 @@ class WeightReceiver:
                 self._failed(attempt.manifest, f"its {overdue} was not over by the deadline: abandoned")
             return None
         if isinstance(outcome, Exception):
-            self._refuse(attempt.manifest, outcome)
+            self._not_received(attempt.manifest, outcome)
             return None
         self._attempt, self._staged, self._phase = None, attempt.manifest.version, "resume"
         self._report()
         return attempt.manifest, dict(outcome)
 
-    def _refuse(self, manifest: WeightsManifest, error: Exception) -> None:
+    def _not_received(self, manifest: WeightsManifest, error: Exception) -> None:
         if isinstance(error, WeightsCorruptError):
             self.num_refused += 1
-            self._refused = manifest.key
+            self._refused, self._refusal = manifest.key, "digest"
         elif not isinstance(error, WeightsGoneError | TimeoutError | ConnectionError):
             raise error
         self._failed(manifest, str(error))

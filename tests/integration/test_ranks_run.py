@@ -45,6 +45,8 @@ def test_two_ranks_train_one_model_die_together_and_are_followed_by_one(tmp_path
     assert merge_checkpoint(found[0], stage1_model(), tmp_path / "merged") == found[1].version
     final, merged = (load_file(folder / "model.safetensors") for folder in (run_dir / "final", tmp_path / "merged"))
     assert final.keys() == merged.keys() and all((final[name] == merged[name]).all() for name in final)
+    policy = (run_dir / "logs" / "policy-0.log").read_text()
+    assert policy.count("canary_gap_nats=") == policy.count("weights loaded") > 1, "all ranks computed the canary"
     # And one rank alone makes the run longer.
     process = launch(run_dir, "checkpoint.every=1", "run.updates=10", flags=["--resume"])
     output = finish(process)

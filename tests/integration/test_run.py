@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -35,7 +36,12 @@ def test_a_run_trains_evaluates_accounts_and_leaves_no_process(tmp_path: Path) -
     assert [line["version"] for line in metrics] == [1, 2, 3, 4, 5, 6]
     assert max(line["age_max"] for line in metrics) == 1, "the actors ran ahead of the learner, within the bound"
     assert set(counts["ages"]) <= {"0", "1"}
-    assert metrics[0]["sampler_gap_mean"] < 1e-4
+    gaps = [line["sampler_gap_max"] for line in metrics if "sampler_gap_max" in line]
+    assert gaps and max(gaps) < 1e-3, "sampler and learner differ by numeric noise, at every version"
+    for engine in ("policy-0", "analyzer-0"):
+        log = (run_dir / "logs" / f"{engine}.log").read_text()
+        assert all(float(gap) < 1e-3 for gap in re.findall(r"canary_gap_nats=(\S+)", log))
+        assert log.count("canary_gap_nats=") == log.count("weights loaded") > 0
     assert counts["skills"]["parsed"] > 0
     assert any(line["opd_active_ratio"] > 0 for line in metrics)
     evaluations = lines(run_dir / "evaluations.jsonl")

