@@ -27,9 +27,10 @@ class Health:
     """Which of several servers live. `changed` is a future that ends when that changes, and is then another one."""
 
     def __init__(self, clients: Sequence[AsyncClient], silent_s: float = SILENT_S) -> None:
-        """All are taken to be alive until they are looked at. Needs a running loop."""
+        """All are taken to be alive until they had time to connect. Needs a running loop."""
         self._clients, self._silent_s = clients, silent_s
         self._heard_at_s = [time.monotonic()] * len(clients)
+        self._met = [False] * len(clients)
         self.alive = [True] * len(clients)
         self.changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._look())]
@@ -56,9 +57,10 @@ class Health:
     async def _look(self) -> None:
         while True:
             now_s = time.monotonic()
+            self._met = [met or client.connected for met, client in zip(self._met, self._clients, strict=True)]
             found = [
-                client.connected and now_s - heard_at_s < self._silent_s
-                for client, heard_at_s in zip(self._clients, self._heard_at_s, strict=True)
+                (client.connected or not met) and now_s - heard_at_s < self._silent_s
+                for client, met, heard_at_s in zip(self._clients, self._met, self._heard_at_s, strict=True)
             ]
             if found != self.alive:
                 self.alive, changed = found, self.changed
