@@ -140,6 +140,7 @@ def measure_step(side: Side, options: argparse.Namespace) -> Measured:
         metrics = update(batch, config, policy, reference, optimizer)
         return {name: value for name, value in metrics.items() if name.startswith("seconds_")}
 
+    update(make_batch(contexts[:2]), config, policy, reference, optimizer)  # from here on AdamW holds its moments
     return _rounds(one_round, options)
 
 
