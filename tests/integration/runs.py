@@ -49,13 +49,13 @@ def launch(run_dir: Path, *sets: str, flags: Iterable[str] = (), with_stage1: bo
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process: "subprocess.Popen[str]") -> str:
+def finish(process: "subprocess.Popen[str]", timeout_s: float = RUN_TIMEOUT_S) -> str:
     """Wait for the launcher; its output, whatever happens."""
     try:
-        return process.communicate(timeout=RUN_TIMEOUT_S)[0]
+        return process.communicate(timeout=timeout_s)[0]
     except subprocess.TimeoutExpired:
         process.kill()
-        raise AssertionError(f"the run did not end in {RUN_TIMEOUT_S} s:\n{process.communicate()[0]}") from None
+        raise AssertionError(f"the run did not end in {timeout_s} s:\n{process.communicate()[0]}") from None
 
 
 def roles_of(process: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
