@@ -209,6 +209,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise HttpError(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
 
     def _read_body(self) -> bytes:
+        if self.headers.get_content_type() != "application/json":
+            # A web page may send other types anywhere unasked; for this one the browser asks first, and is refused.
+            raise HttpError(415, "send the body as Content-Type: application/json")
         length = self.headers.get("Content-Length", "")
         if not length.isdigit():
             raise HttpError(411, "give the length of the body as Content-Length")

@@ -50,7 +50,9 @@ def until(holds: Callable[[], bool], what: str) -> float:
 def chat(address: str, model: str) -> Any:
     """The answer to a chat."""
     body = {"model": model, "messages": [{"role": "user", "content": "open box 1"}], "max_tokens": 4}
-    request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode())
+    request = urllib.request.Request(
+        f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=WAIT_S) as response:
         return json.loads(response.read())
 

@@ -33,6 +33,7 @@ def ask(
     """Status and JSON of an answer; GET without a body."""
     connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | headers
     connection.request("GET" if content is None else "POST", path, content, headers)
     response = connection.getresponse()
     answer = response.status, json.loads(response.read())
@@ -125,6 +126,7 @@ def test_a_body_without_length_or_beyond_the_limit_is_refused(endpoint: RunningE
     """Before it is read."""
     assert ask(endpoint, b"{}", **{"Content-Length": str(MAX_BODY_BYTES + 1)})[0] == 413
     assert ask(endpoint, b"{}", **{"Content-Length": "-1"})[0] == 411
+    assert ask(endpoint, b"{}", **{"Content-Type": "text/plain"})[0] == 415, "what a web page may send anywhere"
     assert ask(endpoint, path="/nothing")[0] == 404
 
 
@@ -148,9 +150,8 @@ def send(running: RunningEndpoint, body: dict[str, Any]) -> socket.socket:
     host, port = running.url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)))
     content = json.dumps(body).encode()
-    client.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-    )
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return client
 
 

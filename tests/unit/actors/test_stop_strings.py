@@ -1,15 +1,20 @@
 """Stop strings: a response ends with the token that completes one, and its ids are those that were sampled."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from seed_async.actors.engines.opening import prepare_vllm
 from seed_async.actors.engines.stopping import StopStrings
 from seed_async.actors.engines.torch_engine import TorchEngine
 from seed_async.ports import Generation, RequestRefusedError, Sampling
+from seed_async.topology import VllmOptions
 from tests.fakes.chat import tiny_chat
 from tests.fakes.endpoints import text_engine
-from tests.reference.engines import drain
+from tests.reference.engines import drain, needs_vllm
 from tests.reference.generate_reference import tiny_model
 
 PROMPT = tiny_chat().first_prompt("Task: put a clean mug on the shelf.")
@@ -93,3 +98,36 @@ def test_the_text_of_a_stream_is_that_of_the_whole() -> None:
     stream = tokenizer.text_stream()
     pieces = [stream(int(token_id)) for token_id in ids]
     assert "".join(pieces) == tokenizer.decode(ids) and "" in pieces
+
+
+@needs_vllm
+def test_the_vllm_engine_stops_at_the_same_token(tmp_path: Path) -> None:
+    """And shows what a request has so far."""
+    prepare_vllm(threads=1)
+    from seed_async.actors.engines.vllm_engine import VllmEngine
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=tiny_chat().vocabulary_size, max_position_embeddings=256, head_dim=32, **size)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = VllmEngine(
+        tmp_path,
+        max_slots=2,
+        max_context_tokens=200,
+        options=VllmOptions(kv_cache_gib=1 / 128),
+        open_stream=tiny_chat().text_stream,
+    )
+    engine.submit("plain", PROMPT, Sampling(temperature=1.0, max_new_tokens=LONG), "chat")
+    for _ in range(5):
+        engine.step()
+    part = engine.sampled("plain")
+    plain = drain(engine)["plain"]
+    np.testing.assert_array_equal(part.token_ids, plain.token_ids[:5])
+    string = tiny_chat().decode(plain.token_ids)[8:12]
+    engine.submit("stops", PROMPT, Sampling(temperature=1.0, max_new_tokens=LONG, stop=(string,)), "chat")
+    stopped = drain(engine)["stops"]
+    engine.close()
+    assert stopped.finish_reason == "stop" and stopped.token_ids.size < LONG
+    np.testing.assert_array_equal(stopped.token_ids, plain.token_ids[: stopped.token_ids.size])
+    assert string in tiny_chat().decode(stopped.token_ids)
+    assert string not in tiny_chat().decode(stopped.token_ids[:-1])

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from seed_async.cli import app
 from seed_async.metrics import Metrics
 from seed_async.rundir import RunDir
+from seed_async.topology_file import dump_topology, load_topology
 
 TEXT = """
 run: {{dir: {folder}/runs, name: r}}
@@ -147,6 +148,33 @@ def test_evaluate_checks_its_split_and_games(file: str, tmp_path: Path) -> None:
     evaluate = ("evaluate", "--topology", file, "--model", str(tmp_path))
     assert_user_error(invoke(*evaluate, "--games", "0"), "roles.evaluation.games")
     assert_user_error(invoke(*evaluate, "--split", "other"), "no split 'other'")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--host", "0.0.0.0"), "host 0.0.0.0 is reached from outside: give api_key_env or api_key_file"),
+        (("--api-key-env", "NO_SUCH_KEY"), "environment variable NO_SUCH_KEY holds no API key"),
+        (("--api-key-file", "/no/such/file"), "/no/such/file cannot be read as an API key"),
+        (("--engine", "other"), "'torch' or 'vllm'"),
+    ],
+)
+def test_serve_is_refused_where_anybody_could_reach_it_or_its_key_is_missing(
+    tmp_path: Path, options: tuple[str, ...], named: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert_user_error(invoke("serve", "--model", str(tmp_path), *options), named)
+
+
+def test_validate_looks_for_the_api_key_and_never_prints_it(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = "roles.policy.http={host: 0.0.0.0, api_key_env: ENDPOINT_KEY}"
+    assert_user_error(invoke("validate", "--topology", file, "--set", http), "ENDPOINT_KEY holds no API key")
+    monkeypatch.setenv("ENDPOINT_KEY", "s3cret")
+    result = invoke("validate", "--topology", file, "--set", http)
+    assert result.exit_code == 0 and "s3cret" not in result.output
+    assert "s3cret" not in dump_topology(load_topology(Path(file), [http]))
 
 
 def test_status_of_what_is_no_run_is_an_error(tmp_path: Path) -> None:

@@ -351,3 +351,30 @@ def test_the_options_of_vllm_are_read_with_its_engine() -> None:
         "roles.policy.vllm.gpu_memory_utilization=0.5",
     )
     assert parse_topology(MINIMAL, "t.yaml", overrides).roles.policy.vllm.gpu_memory_utilization == 0.5
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org"])
+def test_an_endpoint_that_is_reached_from_outside_needs_a_key(host: str) -> None:
+    found = error_of(MINIMAL, f"roles.policy.http={{host: '{host}'}}")
+    assert f"roles.policy.http: host {host} is reached from outside" in found
+    parse_topology(MINIMAL, "t.yaml", (f"roles.policy.http={{host: '{host}', api_key_file: /key}}",))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_a_loopback_endpoint_needs_none(host: str) -> None:
+    parse_topology(MINIMAL, "t.yaml", (f"roles.policy.http={{host: '{host}'}}",))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), 1e-3),
+        (("roles.learner.dtype=bfloat16",), 0.5),
+        (("roles.policy.engine=vllm", "roles.policy.vllm.dtype=bfloat16"), 0.5),
+        (("roles.learner.dtype=bfloat16", "weights.canary_tolerance=0.2"), 0.2),
+    ],
+)
+def test_the_canary_is_judged_by_the_coarsest_dtype_unless_the_bound_is_given(
+    overrides: tuple[str, ...], expected: float
+) -> None:
+    assert parse_topology(MINIMAL, "t.yaml", overrides).canary_tolerance_nats == expected
