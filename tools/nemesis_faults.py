@@ -101,7 +101,12 @@ class AttackedRun:
 
     async def replaced(self, role: str, pid: int) -> float | None:
         """Wait until another process than `pid` does the role's work."""
-        return await self.wait(lambda: self.is_up(role) and self.processes()[role].pid != pid, RECOVERY_TIMEOUT_S)
+
+        def found() -> bool:
+            process = self.processes().get(role)
+            return process is not None and process.pid != pid and self.beats(role) > 0
+
+        return await self.wait(found, RECOVERY_TIMEOUT_S)
 
     async def turned(self, role: str, beats: int) -> float | None:
         """Wait until the role's main loop turns again, in whatever process; `beats` is where it stood."""
