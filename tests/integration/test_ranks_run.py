@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from seed_async.learner.checkpoint import newest_checkpoint
 from seed_async.learner.export import merge_checkpoint
 from tests.integration.runs import (
-    assert_counts_add_up,
     assert_gone,
     assert_went_on,
     finish,
@@ -35,7 +34,6 @@ def test_two_ranks_train_one_model_die_together_and_are_followed_by_one(tmp_path
     assert_went_on(run_dir, 8)
     log = (run_dir / "logs" / "launcher.log").read_text()
     assert log.count("learner-0 started") == log.count("learner-1 started") == 2
-    assert_counts_add_up(run_dir)
     # A checkpoint of two ranks is one model, which is what was exported and served in the end.
     found = newest_checkpoint(run_dir / "checkpoints")
     assert found is not None and sorted(path.name for path in (found[0] / "policy").iterdir()) == [
