@@ -1,9 +1,7 @@
 """The command line, which is also the composition root: commands import what they run only when they run it."""
 
 import json
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -260,27 +258,9 @@ def serve(
             raise UsageError("; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())) from error
         _require_engine(engine)
         read_api_key(http)
-        _serve(model, policy, http, max_context_tokens)
+        from seed_async.actors.endpoint.standalone import serve_until_signalled
 
-
-def _serve(model: Path, policy: Policy, http: Http, max_context_tokens: int | None) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
-    import torch
-
-    from seed_async.actors.endpoint.standalone import serve_model
-
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    torch.set_num_threads(policy.threads)
-    serve_model(
-        model,
-        policy,
-        http,
-        max_context_tokens,
-        stop,
-        lambda port, name: print(f"serving {name} at http://{http.host}:{port}/v1", flush=True),
-    )
+        serve_until_signalled(model, policy, http, max_context_tokens)
 
 
 @app.command()

@@ -3,10 +3,12 @@
 Consumes requests of the endpoint's desk. Waits for them. Produces responses. Unblocked by clients. Stops when told.
 """
 
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig
 
 from seed_async.actors.endpoint.desk import RequestDesk
@@ -19,6 +21,19 @@ from seed_async.topology import Http, Policy
 IDLE_WAIT_S = 0.2
 DEFAULT_CONTEXT_TOKENS = 4096
 """Where the model was made for more: each slot may hold as many keys and values."""
+
+
+def serve_until_signalled(model: Path, policy: Policy, http: Http, max_context_tokens: int | None) -> None:
+    """Serve until Ctrl-C or SIGTERM, and print where. Raises OSError. For the main thread."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    torch.set_num_threads(policy.threads)
+
+    def say(port: int, name: str) -> None:
+        print(f"serving {name} at http://{http.host}:{port}/v1", flush=True)
+
+    serve_model(model, policy, http, max_context_tokens, stop, say)
 
 
 def serve_model(
