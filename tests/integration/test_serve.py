@@ -38,8 +38,10 @@ def test_a_model_folder_is_served_until_sigterm() -> None:
         (model,) = answer(f"{url}/models")["data"]
         assert (model["id"], model["version"], model["max_model_len"]) == ("model", "v0", 512)
         messages = [{"role": "user", "content": "There are four boxes."}]
-        whole = answer(f"{url}/chat/completions", {"model": "model", "messages": messages, "temperature": 0})
-        assert whole["choices"][0]["finish_reason"] == "stop" and whole["choices"][0]["message"]["content"]
+        asked = {"model": "model", "messages": messages, "temperature": 0, "max_tokens": 12}
+        first, again = (answer(f"{url}/chat/completions", asked) for _ in range(2))
+        assert first["choices"] == again["choices"] and 1 <= first["usage"]["completion_tokens"] <= 12
+        assert first["choices"][0]["message"]["content"] and first["system_fingerprint"] == "v0"
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
     finally:
