@@ -43,6 +43,10 @@ class Health:
         order = [(home + step) % len(self.alive) for step in range(len(self.alive))]
         return next((index for index in order if self.alive[index]), home)
 
+    def heard(self, index: int) -> None:
+        """A server has answered something."""
+        self._heard_at_s[index], self._met[index] = time.monotonic(), True
+
     def close(self) -> None:
         """Stop looking."""
         for task in self._tasks:
@@ -72,7 +76,7 @@ class Health:
         while True:
             try:
                 await self._clients[index].call(Ping(), self._silent_s)
-                self._heard_at_s[index] = time.monotonic()
+                self.heard(index)
             except TransportTimeoutError:
                 continue
             await asyncio.sleep(PING_INTERVAL_S)
@@ -137,7 +141,11 @@ class PolicyClient:
                 await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 if changed.done():
                     changed.result()
-            return await call if call.done() else None
+            if not call.done():
+                return None
+            reply = await call
+            health.heard(index)
+            return reply
         finally:
             if not call.done():
                 call.cancel()
