@@ -130,6 +130,9 @@ class PolicyServer:
         elif isinstance(message, Cancel):
             self._cancel(message.request_id)
             request.reply(Ack())
+        elif isinstance(message, GenerateRequest) and message.request_id in self._open:
+            # Asked again over a new connection, the old one having been lost in a long step: the answer goes there.
+            self._open[message.request_id] = request
         elif self._flip.holds_requests:
             self._held.append(request)
         elif isinstance(message, GenerateRequest):
