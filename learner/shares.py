@@ -45,8 +45,8 @@ def share_of(
         ranges.append(range(len(chosen), len(chosen) + len(own)))
         chosen += own
     sizes = [len(trajectory.fresh) for trajectory in batch.trajectories]
-    of_token = np.repeat(np.arange(len(sizes)), sizes)
-    advantage = [advantages.advantage[of_token == index] for index in chosen]
+    by_trajectory = np.split(advantages.advantage, np.cumsum(sizes)[:-1])
+    advantage = [by_trajectory[index] for index in chosen]
     return Share(
         UpdateBatch(tuple(batch.trajectories[index] for index in chosen), share=True),
         tuple(ranges),
