@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from seed_async.actors.engines.torch_engine import TorchEngine, load_model
-from seed_async.actors.weight_loader import WeightLoader
+from seed_async.actors.weight_loader import WeightLoader, open_loader
 from seed_async.analysis_prompts import Outcome, StepText, analysis_prompt
 from seed_async.messages import AnalysisJobs, AnalysisRequest, Skill, SkillResult, Trajectory
 from seed_async.ports import Generation, RequestRefusedError, Sampling
@@ -90,14 +90,7 @@ class Analyzer:
             context.metrics.gauge("policy_version").set(first_version(topology))
         else:
             self._weights = open_receiver(context, "analyzer")
-            self._loader = WeightLoader(
-                self._engine,
-                self._weights,
-                context.name,
-                topology.canary_tolerance_nats,
-                context.metrics,
-                context.log,
-            )
+            self._loader = open_loader(context, self._engine, self._weights)
         self._buffer = context.connect(run_dir.buffer_endpoint(topology), "buffer-0")
         self._claim: int | None = None
         self._running: dict[str, _Job] = {}

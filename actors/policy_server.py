@@ -13,7 +13,7 @@ from seed_async.actors.endpoint.desk import RequestDesk
 from seed_async.actors.endpoint.server import Endpoint, Served
 from seed_async.actors.engines.opening import open_engine
 from seed_async.actors.weight_flip import FlipGate
-from seed_async.actors.weight_loader import WeightLoader
+from seed_async.actors.weight_loader import open_loader
 from seed_async.api_key import read_api_key
 from seed_async.messages import Ack, Cancel, GenerateReply, GenerateRequest, Ping
 from seed_async.ports import Generation, RequestRefusedError
@@ -46,14 +46,7 @@ class PolicyServer:
         )
         context.pulse.step()
         self._weights = open_receiver(context, "policy")
-        self._loader = WeightLoader(
-            self._engine,
-            self._weights,
-            context.name,
-            topology.canary_tolerance_nats,
-            context.metrics,
-            context.log,
-        )
+        self._loader = open_loader(context, self._engine, self._weights)
         self._flip: FlipGate[Update] = FlipGate(topology.weights.in_flight, topology.weights.finish_timeout_s)
         self._desk: RequestDesk | None = None
         self._open: dict[str, Request] = {}

@@ -5,6 +5,7 @@ from structlog.typing import FilteringBoundLogger
 from seed_async.messages import WeightsManifest
 from seed_async.metrics import Metrics
 from seed_async.ports import Engine, Scorer
+from seed_async.role import RoleContext
 from seed_async.weights import WeightReceiver
 from seed_async.weights.canary import canary_gap_nats, canary_text
 from seed_async.weights.receiver import Update
@@ -87,3 +88,9 @@ class WeightLoader:
                     f"{back_nats:.3g} nats from what the learner computed"
                 )
         self._receiver.refuse(manifest)
+
+
+def open_loader(context: RoleContext, engine: Engine, receiver: WeightReceiver) -> WeightLoader:
+    """The loader of a role's engine."""
+    tolerance_nats = context.topology.canary_tolerance_nats
+    return WeightLoader(engine, receiver, context.name, tolerance_nats, context.metrics, context.log)
