@@ -18,7 +18,7 @@ from seed_async.envs.registry import open_suite
 from seed_async.messages import EvaluationDone, RunState, RunStateRequest
 from seed_async.role import RoleContext, run_until_stopped
 from seed_async.text import ChatTokenizer
-from seed_async.topology import Evaluation
+from seed_async.topology_roles import Evaluation
 
 STATE_INTERVAL_S = 0.25
 BUFFER_TIMEOUT_S = 60.0

@@ -18,7 +18,8 @@ from seed_async.envs.registry import open_suite
 from seed_async.messages import GenerateReply
 from seed_async.ports import Engine, RequestKind, Sampling
 from seed_async.text import ChatTokenizer
-from seed_async.topology import Evaluation, Topology
+from seed_async.topology import Topology
+from seed_async.topology_roles import Evaluation
 
 
 class LocalGenerator:

@@ -2,7 +2,7 @@
 
 import os
 
-from seed_async.topology import Http
+from seed_async.topology_roles import Http
 
 
 class ApiKeyError(ValueError):

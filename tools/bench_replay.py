@@ -28,8 +28,9 @@ from seed_async.envs.registry import open_suite
 from seed_async.ports import Engine, Sampling
 from seed_async.prompts import action_response, first_prompt, next_prompt
 from seed_async.text import ChatTokenizer
-from seed_async.topology import Policy, Topology, VllmOptions
+from seed_async.topology import Topology
 from seed_async.topology_file import load_topology
+from seed_async.topology_roles import Policy, VllmOptions
 
 
 class TurnText(NamedTuple):

@@ -16,7 +16,7 @@ from seed_async.actors.endpoint.server import Endpoint, Served
 from seed_async.actors.engines.opening import open_engine
 from seed_async.api_key import read_api_key
 from seed_async.text import ChatTokenizer
-from seed_async.topology import Http, Policy
+from seed_async.topology_roles import Http, Policy
 
 IDLE_WAIT_S = 0.2
 DEFAULT_CONTEXT_TOKENS = 4096

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from seed_async.ports import StreamingEngine
 from seed_async.text import ChatTokenizer
-from seed_async.topology import Policy
+from seed_async.topology_roles import Policy
 
 VLLM_ENVIRONMENT = {
     # LLMEngine steps in this process: nothing runs between two steps.

@@ -30,7 +30,7 @@ from seed_async.actors.engines.stopping import StopStrings
 from seed_async.actors.engines.vllm_cpu import WORKER as CPU_WORKER
 from seed_async.actors.engines.vllm_weights import ARRAYS, open_sender
 from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampled, Sampling, TextStream
-from seed_async.topology import VllmOptions
+from seed_async.topology_roles import VllmOptions
 
 MIN_TEMPERATURE = 0.01
 """Smallest temperature above 0: vLLM raises a smaller one to this without a sign."""

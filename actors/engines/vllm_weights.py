@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from seed_async.actors.engines.published import as_torch
 from seed_async.messages import WeightsManifest
-from seed_async.topology import VllmOptions
+from seed_async.topology_roles import VllmOptions
 from seed_async.weights.segments import SegmentStore, read_segment
 
 ARRAYS = "seed_arrays"

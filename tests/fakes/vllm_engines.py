@@ -7,7 +7,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from seed_async.actors.engines.vllm_engine import VllmEngine
 from seed_async.actors.engines.vllm_weights import ARRAYS, ArrayTransferEngine
-from seed_async.topology import VllmOptions
+from seed_async.topology_roles import VllmOptions
 
 NOT_REFRESHED = "arrays_without_refresh"
 Variant = Literal["whole", "keeps prefixes", "keeps packed head"]

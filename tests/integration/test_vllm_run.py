@@ -7,7 +7,7 @@ import pytest
 
 from seed_async.actors.engines.opening import open_engine
 from seed_async.ports import Sampling
-from seed_async.topology import Policy, VllmOptions
+from seed_async.topology_roles import Policy, VllmOptions
 from tests.integration.runs import assert_counts_add_up, finish, launch, lines
 from tests.reference.engines import HEAD_DIM, drain, make_prompts, needs_vllm
 from tests.reference.generate_reference import greedy_reference, plain_twin, tiny_model, weights_of

@@ -10,7 +10,7 @@ import pytest
 from seed_async.actors.engines.opening import prepare_vllm
 from seed_async.actors.engines.torch_engine import TorchEngine
 from seed_async.ports import Engine, Generation
-from seed_async.topology import VllmOptions
+from seed_async.topology_roles import VllmOptions
 from tests.reference.generate_reference import VOCABULARY, tiny_model, weights_of
 
 HEAD_DIM = 32

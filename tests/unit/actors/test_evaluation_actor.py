@@ -8,7 +8,7 @@ import pytest
 
 from seed_async.actors.evaluation_actor import EvaluationActor
 from seed_async.messages import RunState
-from seed_async.topology import Evaluation
+from seed_async.topology_roles import Evaluation
 
 
 @dataclass

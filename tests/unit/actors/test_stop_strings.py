@@ -11,7 +11,7 @@ from seed_async.actors.engines.opening import prepare_vllm
 from seed_async.actors.engines.stopping import StopStrings
 from seed_async.actors.engines.torch_engine import TorchEngine
 from seed_async.ports import Generation, RequestRefusedError, Sampling
-from seed_async.topology import VllmOptions
+from seed_async.topology_roles import VllmOptions
 from tests.fakes.chat import tiny_chat
 from tests.fakes.endpoints import text_engine
 from tests.reference.engines import drain, needs_vllm

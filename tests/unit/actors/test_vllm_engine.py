@@ -7,7 +7,7 @@ import torch
 from seed_async.actors.engines.opening import open_engine, prepare_vllm
 from seed_async.actors.engines.torch_engine import TorchEngine
 from seed_async.ports import Engine, Generation, RequestRefusedError, Sampling
-from seed_async.topology import Policy, VllmOptions
+from seed_async.topology_roles import Policy, VllmOptions
 from tests.reference.engines import HEAD_DIM, drain, make_prompts, needs_vllm
 from tests.reference.generate_reference import VOCABULARY, plain_twin, score_reference, tiny_model, weights_of
 
