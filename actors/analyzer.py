@@ -9,7 +9,7 @@ checkpoint, which is version 0, and asks for no weights, so that a restarted ana
 import time
 from dataclasses import dataclass
 
-from seed_async.actors.engines.torch_engine import TorchEngine, load_model
+from seed_async.actors.engines.opening import open_engine
 from seed_async.actors.weight_loader import WeightLoader, open_loader
 from seed_async.analysis_prompts import Outcome, StepText, analysis_prompt
 from seed_async.messages import AnalysisJobs, AnalysisRequest, Skill, SkillResult, Trajectory
@@ -77,9 +77,9 @@ class Analyzer:
         self._context = context
         self._settings, self._max_step_skills = topology.analysis, topology.max_step_skills
         self._tokenizer = ChatTokenizer.load(run_dir.initial_model(topology))
-        self._engine = TorchEngine(
-            load_model(run_dir.initial_model(topology)),
-            max_slots=topology.roles.analyzers.max_slots,
+        self._engine = open_engine(
+            topology.roles.analyzers,
+            run_dir.initial_model(topology),
             max_context_tokens=topology.analysis.max_context_tokens,
             version=first_version(topology),
         )

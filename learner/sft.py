@@ -103,7 +103,8 @@ def _loss_sums(
         weights = [row.weights(prompt_weight) for row in batch]
         scored = [row._replace(response_mask=weight > 0) for row, weight in zip(batch, weights, strict=True)]
         logprob = score(model, scored, temperature=1.0, token_budget=token_budget).logprob
-        yield -(logprob * torch.from_numpy(np.concatenate([weight[weight > 0] for weight in weights]))).sum()
+        weight_of_each = torch.from_numpy(np.concatenate([weight[weight > 0] for weight in weights]))
+        yield -(logprob * weight_of_each.to(logprob.device)).sum()
 
 
 def _train_step(
@@ -135,6 +136,7 @@ def train(topology: Topology, model_dir: Path, data: Path, out: Path) -> None:
     torch.manual_seed(topology.run.seed)
     tokenizer = ChatTokenizer.load(model_dir)
     model = load_policy(model_dir)
+    model.to(topology.roles.learner.device)  # type: ignore[arg-type]  # the library's decorator hides the signature
     rows = load_rows(data, tokenizer, max_context_tokens(model))
     rng = np.random.default_rng([topology.run.seed, 2])
     order = rng.permutation(len(rows))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from seed_async.api_key import ApiKeyError, read_api_key
+from seed_async.devices import num_cuda_devices
 from seed_async.journal import JournalDamagedError
 from seed_async.launcher import LaunchError, Status, launch, role_processes, running_launcher
 from seed_async.live import History, progress_of, read_fleet
@@ -17,7 +18,7 @@ from seed_async.role import die_with_launcher
 from seed_async.rundir import RunDir
 from seed_async.topology import Topology
 from seed_async.topology_file import TopologyError, check_machine, engine_lack, load_topology
-from seed_async.topology_roles import Http, Policy
+from seed_async.topology_roles import EngineRole, Http, Policy
 
 USER_ERROR = 2
 """Exit code of what the user can put right; 1 is a run that failed."""
@@ -79,9 +80,11 @@ def _require_model(path: Path) -> None:
         raise UsageError(f"{path} is no checkpoint folder: it holds no config.json")
 
 
-def _require_engine(engine: str) -> None:
-    if (lack := engine_lack(engine)) is not None:
+def _require_engine(settings: EngineRole) -> None:
+    if (lack := engine_lack(settings.engine)) is not None:
         raise UsageError(lack)
+    if settings.device == "cuda" and not num_cuda_devices():
+        raise UsageError("device cuda: this machine has no CUDA device")
 
 
 def _require_api_key(topology: Topology) -> None:
@@ -226,7 +229,7 @@ def evaluate(
     with _user_errors():
         loaded = load_topology(topology, [*(overrides or ()), *given])
         _require_model(model)
-        _require_engine(loaded.roles.policy.engine)
+        _require_engine(loaded.roles.policy)
         _count_tasks(loaded)
         from seed_async.actors.evaluation_cli import evaluate_model
 
@@ -241,6 +244,7 @@ def serve(
     api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the API key.")] = None,
     engine: Annotated[str, typer.Option(help="`torch` or `vllm`.")] = "torch",
+    device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1)] = 1,
     max_slots: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 16,
     max_context_tokens: Annotated[int | None, typer.Option(min=2, help="Of prompt and response.")] = None,
@@ -251,13 +255,13 @@ def serve(
     with _user_errors():
         _require_model(model)
         keys = {"api_key_env": api_key_env, "api_key_file": api_key_file}
-        settings = {"port": port, "host": host, **keys}
         try:
-            http = Http.model_validate(settings)
-            policy = Policy.model_validate({"engine": engine, "threads": threads, "max_slots": max_slots})
+            http = Http.model_validate({"port": port, "host": host, **keys})
+            settings = {"engine": engine, "device": device, "threads": threads, "max_slots": max_slots}
+            policy = Policy.model_validate(settings)
         except ValidationError as error:
             raise UsageError("; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())) from error
-        _require_engine(engine)
+        _require_engine(policy)
         read_api_key(http)
         from seed_async.actors.endpoint.standalone import serve_until_signalled
 

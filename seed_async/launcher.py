@@ -25,6 +25,7 @@ import psutil
 from seed_async.keys import create_keys
 from seed_async.live import LiveView
 from seed_async.phases import PhaseClock, read_phases
+from seed_async.placement import CUDA_VISIBLE_DEVICES, place_gpus, visible_devices
 from seed_async.rundir import RunDir
 from seed_async.supervisor import (
     RECOVERING_ROLES,
@@ -225,6 +226,7 @@ class Launcher:
         """Nothing is started or written; `command` and `stage1` give the command lines of the children."""
         self._topology, self._command, self._stage1 = topology, command, stage1
         self._run_dir = RunDir(topology.run_dir)
+        self._gpus = place_gpus(topology)
         self._starter = ChildStarter()
         self._supervisor: Supervisor | None = None
         self._stage1_child: subprocess.Popen[bytes] | None = None
@@ -263,7 +265,8 @@ class Launcher:
         for name, command in self._stage1(self._topology, self._run_dir).items():
             with self._phases.timed(name), (self._run_dir.logs / "stage1.log").open("ab") as log:
                 print(f"stage 1: {name}", flush=True)
-                child = self._starter.start(command, self._topology.stage1.threads, subprocess.PIPE)
+                threads, devices = self._topology.stage1.threads, self._devices("learner", 0)
+                child = self._starter.start(command, threads, subprocess.PIPE, devices)
                 self._stage1_child = child
                 assert child.stdout is not None
                 try:
@@ -289,7 +292,7 @@ class Launcher:
             self._supervisor = supervisor
             try:
                 for role, index, threads in role_processes(self._topology):
-                    supervisor.start(role, index, threads)
+                    supervisor.start(role, index, threads, self._devices(role, index))
                 with LiveView(self._run_dir, self._topology, supervisor.restarts) as view:
                     while not supervisor.poll():
                         self._raise_if_interrupted()
@@ -298,6 +301,11 @@ class Launcher:
                         time.sleep(REFRESH_INTERVAL_S)
             finally:
                 supervisor.stop()
+
+    def _devices(self, role: str, index: int) -> dict[str, str]:
+        """The environment that shows a process its CUDA devices and no others; nothing for one that is given none."""
+        gpus = self._gpus.get((role, index))
+        return {} if gpus is None else {CUDA_VISIBLE_DEVICES: visible_devices(gpus, os.environ)}
 
     def _raise_if_interrupted(self) -> None:
         if self._signals:

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from seed_async.pulse import PulseWatch, Silence
 from seed_async.role import GROUP, LAUNCHER_PIPE
@@ -136,6 +137,7 @@ class _Role:
     role: str
     index: int
     threads: int
+    environment: Mapping[str, str]
     pulse: PulseWatch
     process: subprocess.Popen[bytes] | None = None
     restart_at_s: float = 0.0
@@ -168,9 +170,12 @@ class Supervisor:
         self._generation = 0
         run_dir.logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, role: str, index: int = 0, threads: int = 1) -> None:
-        """Start a role process and watch it from now on."""
-        self._roles.append(_Role(role, index, threads, PulseWatch(self._run_dir.pulse(f"{role}-{index}"))))
+    def start(
+        self, role: str, index: int = 0, threads: int = 1, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Start a role process, with `environment` in addition to this process's own, and watch it from now on."""
+        pulse = PulseWatch(self._run_dir.pulse(f"{role}-{index}"))
+        self._roles.append(_Role(role, index, threads, environment, pulse))
         self._spawn(self._roles[-1])
 
     def poll(self) -> bool:
@@ -226,8 +231,8 @@ class Supervisor:
         each.pulse.restart()
         with self._log(each).open("ab") as log:
             command = self._command(each.role, each.index, self._run_dir.root)
-            group = {GROUP: f"{os.getpid()}-{self._generation}"}
-            each.process = self._starter.start(command, each.threads, log.fileno(), group)
+            environment = {**each.environment, GROUP: f"{os.getpid()}-{self._generation}"}
+            each.process = self._starter.start(command, each.threads, log.fileno(), environment)
         self._on_event(f"{each.name} started, pid {each.process.pid}")
 
     def _ended(self, each: _Role, process: subprocess.Popen[bytes]) -> None:

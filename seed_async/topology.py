@@ -446,12 +446,12 @@ class Topology(Section):
 
     @property
     def canary_tolerance_nats(self) -> float:
-        """weights.canary_tolerance, or what fits the coarsest dtype that learner and policy servers compute in."""
-        given, policy = self.weights.canary_tolerance, self.roles.policy
-        if given is not None:
-            return given
-        dtypes = {self.roles.learner.dtype, policy.vllm.dtype if policy.engine == "vllm" else "float32"}
-        return 1e-3 if dtypes == {"float32"} else 0.5
+        """weights.canary_tolerance, or what fits the coarsest dtype that learner and engines compute in."""
+        if self.weights.canary_tolerance is not None:
+            return self.weights.canary_tolerance
+        engines = [self.roles.policy, *([self.roles.analyzers] if self.uses_analyzers else [])]
+        dtypes = {each.vllm.dtype if each.engine == "vllm" else "float32" for each in engines}
+        return 1e-3 if dtypes | {self.roles.learner.dtype} == {"float32"} else 0.5
 
     @property
     def skill_source(self) -> SkillSource:

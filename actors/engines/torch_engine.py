@@ -30,13 +30,14 @@ MIN_TEMPERATURE = 1e-4
 """Smallest temperature above 0: logits divided by much less overflow float32."""
 
 
-def load_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_model(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
     """Load a Hugging Face causal language model from a local folder with the engine's attention, for inference."""
     register_slotted_attention()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path, local_files_only=True, dtype=dtype, attn_implementation=ATTENTION_NAME
     )
     model.requires_grad_(False)
+    model.to(device)  # type: ignore[arg-type]  # the library's decorator hides the signature
     return model
 
 

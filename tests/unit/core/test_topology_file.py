@@ -124,7 +124,7 @@ def test_a_learner_on_cuda_needs_a_device_for_each_rank(tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(MINIMAL + "roles:\n  learner: {device: cuda, ranks: 2}\n")
     check_machine(load_topology(path), path, (), lambda: 2)
-    with pytest.raises(TopologyError, match=r"t\.yaml:3: .* each of 2 ranks; this machine has 1"):
+    with pytest.raises(TopologyError, match=r"t\.yaml:3: .* CUDA device 0, 1 .counted from 0.; this machine has 1"):
         check_machine(load_topology(path), path, (), lambda: 1)
 
 

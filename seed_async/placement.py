@@ -1,0 +1,43 @@
+"""Which CUDA devices each process of a run is given."""
+
+from collections.abc import Mapping
+from itertools import count, islice
+
+from seed_async.topology import Topology
+from seed_async.topology_roles import EngineRole
+
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable by which the driver shows a process some devices only, numbered anew from 0."""
+ProcessName = tuple[str, int]
+"""Role and index."""
+
+
+def place_gpus(topology: Topology) -> dict[ProcessName, tuple[int, ...]]:
+    """Return the device numbers of every process that needs some.
+
+    What the topology names stands. The rest goes, in the order learner, policy servers, analyzers, to the next devices
+    that are named nowhere. All ranks of the learner see all of its devices: rank r uses the r-th. With
+    `weights.transport: nccl` a process on the CPU gets one too, to receive by.
+    """
+    roles, nccl = topology.roles, int(topology.weights.transport == "nccl")
+    named = {*roles.learner.gpus, *roles.policy.gpus, *roles.analyzers.gpus}
+    free = (number for number in count() if number not in named)
+    placed: dict[ProcessName, tuple[int, ...]] = {}
+    needed = roles.learner.ranks if roles.learner.device == "cuda" else nccl
+    if needed:
+        all_of_them = roles.learner.gpus or tuple(islice(free, needed))
+        placed |= {("learner", rank): all_of_them for rank in range(roles.learner.ranks)}
+    engines: list[tuple[str, EngineRole, int]] = [("policy", roles.policy, nccl)]
+    if topology.uses_analyzers:
+        engines.append(("analyzer", roles.analyzers, 0 if topology.pins_analyzer else nccl))
+    for role, settings, to_receive in engines:
+        each, numbers = settings.gpus_each or to_receive, iter(settings.gpus or free)
+        if each:
+            placed |= {(role, index): tuple(islice(numbers, each)) for index in range(settings.replicas)}
+    return placed
+
+
+def visible_devices(gpus: tuple[int, ...], environment: Mapping[str, str]) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a child that is given `gpus`, numbers among those that this process sees."""
+    own = [name.strip() for name in environment.get(CUDA_VISIBLE_DEVICES, "").split(",") if name.strip()]
+    return ",".join(own[number] if own else str(number) for number in gpus)
