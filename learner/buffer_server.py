@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from seed_async.journal import Entry, Journal, read_journal
-from seed_async.learner.buffer import Fate, GroupBuffer
+from seed_async.learner.buffer import GroupBuffer
+from seed_async.learner.ledger import Fate
 from seed_async.learner.recovery import recover
 from seed_async.messages import (
     NO_HELLO,

@@ -20,6 +20,7 @@ TaskType = Literal[
     "pick_cool_then_place_in_recep",
     "pick_two_obj_and_place",
 ]
+OnStale = Literal["drop", "mask", "wait"]
 RoomKind = Literal["kitchen", "living_room", "bedroom", "bathroom"]
 
 
@@ -199,7 +200,7 @@ class Staleness(Section):
 
     max: NonNegative = 1
     """Inclusive bound on (version about to be updated - oldest sampling version)."""
-    on_stale: Literal["drop", "mask", "wait"] = "drop"
+    on_stale: OnStale = "drop"
     """What becomes of a group that grew too old. `drop`: it is left out whole, because group statistics need all its
     members. `mask`: it is trained, without its tokens that are too old. `wait`: the learner does not go on before the
     group is trained, so that nothing grows too old."""

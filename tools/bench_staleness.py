@@ -18,7 +18,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from seed_async.learner.buffer import Fate, GroupBuffer
+from seed_async.learner.buffer import GroupBuffer
+from seed_async.learner.ledger import Fate
 from seed_async.messages import Lease, Sample, Trajectory, Turn
 from seed_async.tools.bandit import HARD_CLASSES, NUM_CLASSES, BanditLearners
 from seed_async.topology import Topology

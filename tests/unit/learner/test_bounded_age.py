@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from seed_async.journal import Entry, Event
-from seed_async.learner.buffer import Fate, GroupBuffer
+from seed_async.learner.buffer import GroupBuffer
+from seed_async.learner.ledger import Fate
 from seed_async.learner.recovery import recover
 from seed_async.learner.update_rows import StaleBatchError, check_ages, trained_ages, update_batch
 from seed_async.messages import Lease, Sample, Trajectory

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from seed_async.journal import Entry, Event
-from seed_async.learner.buffer import Fate, GroupBuffer, NoTasksLeftError, TaskListMismatchError
+from seed_async.learner.buffer import GroupBuffer, NoTasksLeftError, TaskListMismatchError
+from seed_async.learner.ledger import Fate
 from seed_async.messages import Lease, Sample, Skill, SkillResult, Trajectory
 from seed_async.skill_library import SkillLibrary
 from seed_async.tools.audit import replay
