@@ -70,30 +70,6 @@ def test_killed_actors_and_a_killed_policy_server_do_not_stop_the_run(tmp_path: 
     assert_gone(roles.values())
 
 
-def test_a_run_that_ends_by_its_time_limit_books_no_batch_that_was_not_trained(tmp_path: Path) -> None:
-    run_dir = tmp_path / "boxes"
-    process = launch(run_dir, "run.updates=1000", "run.max_minutes=0.1")
-    output = finish(process)
-    assert process.returncode == 0, output
-    assert_counts_add_up(run_dir)
-    updates = len(lines(run_dir / "metrics.jsonl"))
-    assert 0 < updates < 1000
-    assert lines(run_dir / "evaluations.jsonl")[-1]["version"] == updates
-
-
-def test_ctrl_c_ends_a_run_cleanly_and_leaves_no_process(tmp_path: Path) -> None:
-    run_dir = tmp_path / "boxes"
-    process = launch(run_dir, "run.updates=1000")
-    wait_for_updates(run_dir, 2)
-    roles = roles_of(process)
-    os.kill(process.pid, signal.SIGINT)
-    output = finish(process)
-    assert process.returncode == 130, output
-    assert_gone(roles.values())
-    assert_counts_add_up(run_dir)
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
-
-
 def test_a_killed_launcher_takes_every_process_with_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "boxes"
     process = launch(run_dir, "run.updates=1000")
@@ -122,13 +98,18 @@ def test_a_killed_buffer_and_a_killed_learner_go_on_from_what_is_on_disk(tmp_pat
     assert "going on" in (run_dir / "logs" / "learner-0.log").read_text()
 
 
-def test_an_interrupted_run_is_resumed_where_it_was_left(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_in_order_and_it_is_resumed_where_it_was_left(tmp_path: Path) -> None:
     run_dir = tmp_path / "boxes"
     process = launch(run_dir, "run.updates=1000")
     wait_for_updates(run_dir, 4)
+    roles = roles_of(process)
     os.kill(process.pid, signal.SIGINT)
-    finish(process)
+    output = finish(process)
+    assert process.returncode == 130, output
+    assert_gone(roles.values())
+    assert_counts_add_up(run_dir)
     first = json.loads((run_dir / "summary.json").read_text())
+    assert first["status"] == "interrupted"
     before = lines(run_dir / "metrics.jsonl")
     other = launch(run_dir, "optimizer.lr=0.1", flags=["--resume"])
     assert "different keys: optimizer.lr" in finish(other) and other.returncode == 2
