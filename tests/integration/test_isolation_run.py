@@ -15,8 +15,8 @@ def test_bad_games_are_given_up_and_cost_their_episodes_only(tmp_path: Path) -> 
     process = launch(
         run_dir,
         "env.id=tests.fakes.trouble:TroubledBoxesSuite",
-        "run.updates=7",
-        "env.step_timeout_s=3",
+        "run.updates=6",
+        "env.step_timeout_s=2",
         "env.max_memory_mb=512",
         "roles.actors.games_each=2",
         "roles.evaluation={every: 0, games: 10, concurrency: 4}",
