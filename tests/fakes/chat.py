@@ -40,6 +40,12 @@ def raw_tokenizer() -> Tokenizer:
         return train_tokenizer(write_corpus(Path(folder)), 340)
 
 
+def save_tokenizer(folder: Path) -> None:
+    """Give a model folder that has none the tokenizer and its template."""
+    (folder / "tokenizer.json").write_text(raw_tokenizer().to_str())
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
 def tiny_chat(template: str = CHAT_TEMPLATE, extra_eos: tuple[str, ...] = ()) -> ChatTokenizer:
     """Return a chat tokenizer; the template can be replaced by a bad one."""
     tokenizer = raw_tokenizer()

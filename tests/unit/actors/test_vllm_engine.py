@@ -8,6 +8,7 @@ from seed_async.actors.engines.opening import open_engine, prepare_vllm
 from seed_async.actors.engines.torch_engine import TorchEngine
 from seed_async.ports import Engine, Generation, RequestRefusedError, Sampling
 from seed_async.topology_roles import Policy, VllmOptions
+from tests.fakes.chat import save_tokenizer
 from tests.reference.engines import HEAD_DIM, drain, make_prompts, needs_vllm
 from tests.reference.generate_reference import VOCABULARY, plain_twin, score_reference, tiny_model, weights_of
 
@@ -27,16 +28,24 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for tied in (False, True):
         model(tied=tied).save_pretrained(folder / str(tied))
+        save_tokenizer(folder / str(tied))
     return folder
 
 
 @pytest.fixture(scope="module")
-def open_vllm(folders):
+def opened():
+    """The engines of this process. vLLM's share their process groups: the first that is closed ends them all."""
+    opened: dict[tuple[object, ...], Engine] = {}
+    yield opened
+    for engine in opened.values():
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def open_vllm(folders, opened):
     """Opens engines, once each; a test finds one idle, without a prefix, at the weights of seed 0."""
     prepare_vllm(threads=1)
     from tests.fakes.vllm_engines import open_variant
-
-    opened: dict[tuple[object, ...], Engine] = {}
 
     def open_one(variant: str = "whole", *, tied: bool = False, max_slots: int = NUM_SLOTS, **options) -> Engine:
         key = (variant, tied, max_slots, *options.items())
@@ -53,10 +62,7 @@ def open_vllm(folders):
             opened[key].load_weights(opened[key].health().version + 1, weights_of(model(tied=tied)))
         return opened[key]
 
-    yield open_one
-    # vLLM's engines of one process share their process groups: they end together.
-    for engine in opened.values():
-        engine.close()
+    return open_one
 
 
 def logprobs_after(twin, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
@@ -229,13 +235,14 @@ def test_what_vllm_would_change_or_fail_at_later_is_refused(open_vllm, tmp_path)
     with pytest.raises(RequestRefusedError, match=r"at least 0\.01"):
         open_vllm().submit("a", *make_prompts(3), Sampling(temperature=0.005, max_new_tokens=1), "act")
     tiny_model(head_dim=8).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="attention heads of 8"):
         open_engine(Policy(engine="vllm"), tmp_path, max_context_tokens=64)
 
 
-def test_the_factory_opens_the_engine_of_the_topology(open_vllm, folders):
+def test_the_factory_opens_the_engine_of_the_topology(open_vllm, opened, folders):
     policy = Policy(engine="vllm", max_slots=2, vllm=VllmOptions(kv_cache_gib=1 / 128))
-    engine = open_engine(policy, folders / "True", max_context_tokens=64, version=-1)
+    engine = opened["factory",] = open_engine(policy, folders / "True", max_context_tokens=64, version=-1)
     assert type(engine) is type(open_vllm()) and engine.health().version == -1
     assert isinstance(open_engine(Policy(max_slots=2), folders / "True", max_context_tokens=64), TorchEngine)
 
