@@ -7,9 +7,12 @@ from seed_async.ports import StreamingEngine
 from seed_async.text import ChatTokenizer
 from seed_async.topology_roles import EngineRole
 
-VLLM_ENVIRONMENT = {
-    # LLMEngine steps in this process: nothing runs between two steps.
+VLLM_REQUIRED = {
+    # LLMEngine steps in this process: nothing runs between two steps, and its scheduler can be reached.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+"""What the engine cannot do without; another value that is already set is overridden."""
+VLLM_ENVIRONMENT = {
     # Workers share the cores with the other roles; how many threads they have is said by OMP_NUM_THREADS.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Threads that wait must not spin (docs/performance.md).
@@ -18,11 +21,16 @@ VLLM_ENVIRONMENT = {
     # Its warnings are many and about what is as it should be: layers without weights, kernels that only GPUs have.
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""What vLLM reads from the environment; a value that is already set stays."""
+"""What else vLLM reads from the environment; a value that is already set stays."""
 
 
 def prepare_vllm(threads: int) -> None:
-    """Set the environment of vLLM, which reads it when it is imported; `threads` go to each worker on the CPU."""
+    """Set the environment of vLLM, which reads it when it is imported; `threads` go to each worker on the CPU.
+
+    VLLM_ENABLE_V1_MULTIPROCESSING becomes 0 whatever it was: the engine works in no other way, and nothing else in this
+    process uses vLLM. Other variables keep a value that they have.
+    """
+    os.environ.update(VLLM_REQUIRED)
     for name, value in {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}.items():
         os.environ.setdefault(name, value)
 

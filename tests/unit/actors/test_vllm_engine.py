@@ -1,5 +1,7 @@
 """The vLLM engine samples what the torch engine and plain transformers do, at the weights that it says it used."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -275,3 +277,9 @@ def test_requests_that_do_not_fit_into_the_cache_together_wait_and_end_as_they_w
     assert [each.token_ids.size for each in responses[0].values()] == [150] * 8
     for index in range(8):
         assert responses[0][str(index)].token_ids.tolist() == responses[1][str(index)].token_ids.tolist()
+
+
+def test_the_engine_core_stays_in_this_process_whatever_the_environment_said(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    prepare_vllm(threads=1)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
