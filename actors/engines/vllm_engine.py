@@ -28,12 +28,16 @@ from seed_async.actors.engines.published import check_tensors
 from seed_async.actors.engines.queueing import Request, RequestQueue
 from seed_async.actors.engines.stopping import StopStrings
 from seed_async.actors.engines.vllm_cpu import WORKER as CPU_WORKER
+from seed_async.actors.engines.vllm_scoring import SoloScorer
 from seed_async.actors.engines.vllm_weights import ARRAYS, open_sender
 from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampled, Sampling, TextStream
 from seed_async.topology_roles import VllmOptions
+from seed_async.weights.canary import PROMPT_TOKENS, RESPONSE_TOKENS
 
 MIN_TEMPERATURE = 0.01
 """Smallest temperature above 0: vLLM raises a smaller one to this without a sign."""
+SCORED_TOKENS = PROMPT_TOKENS + RESPONSE_TOKENS + 1
+"""Room for the canary, with the token that vLLM samples after it, where the context is shorter."""
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's reasons, without those of requests that it gave up."""
 
@@ -66,7 +70,7 @@ class VllmEngine:
 
     Draws differ from those of the torch engine with the same seed; each request has its own generator, so that they do
     not depend on the batch mix either. `health().prefilled_tokens` counts what a change of weights computes anew
-    without the prefixes that requests share.
+    without the prefixes that requests share, and nothing of what is scored.
     """
 
     def __init__(
@@ -96,6 +100,9 @@ class VllmEngine:
         context = min(max_context_tokens, getattr(text, "max_position_embeddings", max_context_tokens))
         self._engine = LLMEngine.from_engine_args(_engine_args(path, max_slots, context, options, array_transfer))
         self._sender = open_sender(self._engine, options)
+        self._scorer = SoloScorer(self._engine)
+        # The first log-probs compile what finds them, for seconds: now, while the process is still given time to start.
+        self._scorer.score([0] * (SCORED_TOKENS - 1))
         self._max_slots, self._context, self._version = max_slots, context, version
         self._stops = StopStrings(open_stream)
         self._queue = RequestQueue(
@@ -151,10 +158,18 @@ class VllmEngine:
         check_tensors(self._parameters, tensors, also=[torch.float32])
         self._sender.send(version, tensors)
         self._forget_prefixes()
-        self._prefilled += sum(
-            each.request.prompt_ids.size + len(each.token_ids) for each in self._running.values() if each.token_ids
-        )
         self._version = version
+
+    def score(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
+        """Log-probs of given tokens; see `ports.Scorer`.
+
+        Requests that run are prefilled anew, unless nothing has run since `load_weights`. Raises ValueError for tokens
+        that do not fit into the context.
+        """
+        if self._scorer.num_running:
+            self._forget_prefixes()
+        logprobs = self._scorer.score(np.concatenate([prompt_ids, response_ids]).tolist())
+        return np.array(logprobs[prompt_ids.size - 1 :], dtype=np.float32)
 
     def health(self) -> EngineHealth:
         """Return the current load and counters."""
@@ -173,6 +188,10 @@ class VllmEngine:
 
     def _forget_prefixes(self) -> None:
         """Empty the KV cache: running requests go back to vLLM's queue and are prefilled anew, then they go on."""
+        if self._scorer.num_running:
+            self._prefilled += sum(
+                each.request.prompt_ids.size + len(each.token_ids) for each in self._running.values() if each.token_ids
+            )
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _start(self, request: Request) -> None:
@@ -243,7 +262,7 @@ def _engine_args(path: Path, max_slots: int, context: int, options: VllmOptions,
         generation_config="vllm",
         dtype=options.dtype,
         seed=0,
-        max_model_len=context,
+        max_model_len=max(context, SCORED_TOKENS),
         max_num_seqs=max_slots,
         max_num_batched_tokens=max(options.max_num_batched_tokens, max_slots),
         enable_chunked_prefill=True,

@@ -1,11 +1,13 @@
 """vLLM engines with one precaution left out, which show what it is good for. Importing this imports vLLM."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from vllm import LLMEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from seed_async.actors.engines.vllm_engine import VllmEngine
+from seed_async.actors.engines.vllm_scoring import SoloScorer
 from seed_async.actors.engines.vllm_weights import ARRAYS, ArrayTransferEngine
 from seed_async.topology_roles import VllmOptions
 
@@ -25,6 +27,27 @@ class KeepsPackedHead(ArrayTransferEngine):
 
     def refresh_packed_embeddings(self) -> None:
         """Leave it."""
+
+
+class Stumbles:
+    """vLLM's own engine, but for its next step, which fails with a request just added."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        """Wrap it."""
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        """What does not fail."""
+        return getattr(self._engine, name)
+
+    def step(self) -> None:
+        """Fail."""
+        raise RuntimeError("stumbled")
+
+
+def scorer_of(engine: VllmEngine, *, stumbles: bool = False) -> SoloScorer:
+    """What an engine scores with."""
+    return SoloScorer(Stumbles(engine._engine) if stumbles else engine._engine)
 
 
 def open_variant(variant: Variant, folder: Path, *, options: VllmOptions, **limits: int) -> VllmEngine:

@@ -1,5 +1,6 @@
 """vLLM in a whole run, and with more than one worker process."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,18 @@ import pytest
 from seed_async.actors.engines.opening import open_engine
 from seed_async.ports import Sampling
 from seed_async.topology_roles import Policy, VllmOptions
+from seed_async.weights.canary import canary_gap_nats, canary_text
 from tests.fakes.chat import save_tokenizer
 from tests.integration.runs import assert_counts_add_up, finish, launch, lines
 from tests.reference.engines import HEAD_DIM, drain, make_prompts, needs_vllm
-from tests.reference.generate_reference import greedy_reference, plain_twin, tiny_model, weights_of
+from tests.reference.generate_reference import (
+    VOCABULARY,
+    greedy_reference,
+    plain_twin,
+    score_reference,
+    tiny_model,
+    weights_of,
+)
 
 pytestmark = [pytest.mark.integration, needs_vllm]
 
@@ -27,6 +36,9 @@ def test_a_run_learns_from_what_vllm_has_sampled(tmp_path: Path) -> None:
     assert counts["trained"] == 6 * 16
     gaps = [line["sampler_gap_max"] for line in lines(run_dir / "metrics.jsonl") if "sampler_gap_max" in line]
     assert gaps and max(gaps) < 1e-4
+    log = (run_dir / "logs" / "policy-0.log").read_text()
+    compared = [float(gap) for gap in re.findall(r"canary_gap_nats=(\S+)", log)]
+    assert len(compared) == log.count("weights loaded") > 0 and max(compared) < 1e-4
 
 
 def test_two_workers_get_new_weights_through_shared_memory(tmp_path: Path) -> None:
@@ -36,10 +48,12 @@ def test_two_workers_get_new_weights_through_shared_memory(tmp_path: Path) -> No
     options = VllmOptions(tensor_parallel=2, kv_cache_gib=1 / 128)
     engine = open_engine(Policy(engine="vllm", max_slots=2, vllm=options), tmp_path, max_context_tokens=64)
     (prompt,) = make_prompts(40)
+    text = canary_text(VOCABULARY)
     for seed in (0, 1):
         model = tiny_model(seed=seed, tied=True, head_dim=HEAD_DIM)
         if seed:
             engine.load_weights(seed, weights_of(model))
+        assert canary_gap_nats(score_reference(plain_twin(model), *text), engine.score(*text)) < 1e-4  # type: ignore[attr-defined]
         engine.submit("a", prompt, Sampling(temperature=0.0, max_new_tokens=12), "act")
         done = drain(engine)["a"]
         ids, scores = greedy_reference(plain_twin(model), prompt, 12)
