@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.integration, needs_vllm]
 def test_a_run_learns_from_what_vllm_has_sampled(tmp_path: Path) -> None:
     """The learner finds the log-probs that vLLM reported at the version that it named, through six of them."""
     run_dir = tmp_path / "boxes"
-    sets = ["roles.policy.engine=vllm", "roles.policy.vllm.kv_cache_gib=0.05", "model.init.hidden_size=64"]
+    sets = [f"roles.{role}={{engine: vllm, vllm: {{kv_cache_gib: 0.05}}}}" for role in ("policy", "analyzers")]
+    sets.append("model.init.hidden_size=64")
     process = launch(run_dir, *sets, with_stage1=True)
     output = finish(process, timeout_s=600.0)  # importing vLLM takes minutes on a busy machine
     assert process.returncode == 0, output
@@ -36,9 +37,11 @@ def test_a_run_learns_from_what_vllm_has_sampled(tmp_path: Path) -> None:
     assert counts["trained"] == 6 * 16
     gaps = [line["sampler_gap_max"] for line in lines(run_dir / "metrics.jsonl") if "sampler_gap_max" in line]
     assert gaps and max(gaps) < 1e-4
-    log = (run_dir / "logs" / "policy-0.log").read_text()
-    compared = [float(gap) for gap in re.findall(r"canary_gap_nats=(\S+)", log)]
-    assert len(compared) == log.count("weights loaded") > 0 and max(compared) < 1e-4
+    assert counts["skills"]["parsed"] > 0
+    for engine in ("policy-0", "analyzer-0"):
+        log = (run_dir / "logs" / f"{engine}.log").read_text()
+        compared = [float(gap) for gap in re.findall(r"canary_gap_nats=(\S+)", log)]
+        assert len(compared) == log.count("weights loaded") > 0 and max(compared) < 1e-4
 
 
 def test_two_workers_get_new_weights_through_shared_memory(tmp_path: Path) -> None:
