@@ -102,14 +102,20 @@ class PolicyClient:
         self._health: Health | None = None
         self._cancels: set[asyncio.Task[Message]] = set()
 
-    async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind) -> GenerateReply:
-        """Sample one response. Raises GenerationFailedError when the server refuses the request."""
+    async def generate(
+        self, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind, images: Sequence[bytes] = ()
+    ) -> GenerateReply:
+        """Sample one response; see `ports.Engine.submit`. Raises GenerationFailedError when the request is refused."""
         home = sampling.seed // SEEDS_AN_EPISODE % len(self._clients)
         deadline_s = time.monotonic() + GENERATE_TIMEOUT_S
         while True:
             # Each try has an id of its own: a server that was only silent may still hold the one before.
             request = GenerateRequest(
-                request_id=f"{self._name}:{next(self._numbers)}", prompt_ids=prompt_ids, sampling=sampling, kind=kind
+                request_id=f"{self._name}:{next(self._numbers)}",
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                kind=kind,
+                images=tuple(images),
             )
             reply = await self._ask(request, home, deadline_s - time.monotonic())
             if reply is not None:

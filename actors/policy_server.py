@@ -130,7 +130,9 @@ class PolicyServer:
             self._held.append(request)
         elif isinstance(message, GenerateRequest):
             try:
-                self._engine.submit(message.request_id, message.prompt_ids, message.sampling, message.kind)
+                self._engine.submit(
+                    message.request_id, message.prompt_ids, message.sampling, message.kind, message.images
+                )
             except RequestRefusedError as error:
                 request.reply(_refusal(message.request_id, str(error)))
             else:

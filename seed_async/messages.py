@@ -325,13 +325,17 @@ class EvaluationDone(Message, frozen=True):
 # Anyone <-> policy server ----------------------------------------------------------------------------------------
 
 
-class GenerateRequest(Message, frozen=True):
-    """Sample one response; `prompt_ids` is int32 [P]."""
+class GenerateRequest(Message, frozen=True, omit_defaults=True):
+    """Sample one response; `prompt_ids` is int32 [P], `images` are PNG or JPEG bytes, one for each placeholder in them.
+
+    Without images the message is what it was before it could hold any.
+    """
 
     request_id: str
     prompt_ids: np.ndarray
     sampling: Sampling
     kind: RequestKind
+    images: tuple[bytes, ...] = ()
 
 
 class Cancel(Message, frozen=True):

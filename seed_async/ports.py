@@ -4,7 +4,7 @@ Implementations live with the role that runs them (engines in `actors/engines`, 
 `seed_async/weights/`); the fakes of the tests implement the same Protocols.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -17,7 +17,7 @@ TextStream = Callable[[int], str]
 
 
 class RequestRefusedError(ValueError):
-    """A generation request that the engine cannot serve: empty prompt, over the context length, queue full."""
+    """A request that the engine cannot serve: empty prompt, over the context, images for a text model, queue full."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +38,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids` is int32 [T] as sampled, the stop token included; `logprobs` is float32 [T], the log-prob of each
     sampled token at the sampling temperature (at temperature 1 when greedy); `versions` is int32 [T], the weight
-    version that sampled each token; `cached_tokens` counts prompt tokens served from the prefix cache.
+    version that sampled each token; `prompt_tokens` counts the positions of the prompt, those of its images included,
+    and `cached_tokens` those of them that were served from the prefix cache.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: FinishReason
+    prompt_tokens: int
     cached_tokens: int
 
 
@@ -96,8 +98,20 @@ class Scorer(Protocol):
 class Engine(Protocol):
     """A generation engine with continuous batching, advanced by its owner's loop. Not thread safe."""
 
-    def submit(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind) -> None:
-        """Queue a request; `prompt_ids` is int32 [P]. Raises RequestRefusedError, naming the limit."""
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        kind: RequestKind,
+        images: Sequence[bytes] = (),
+    ) -> None:
+        """Queue a request; `prompt_ids` is int32 [P]. Raises RequestRefusedError, naming the limit.
+
+        `images` are PNG or JPEG bytes in the order of their placeholders: `prompt_ids` holds exactly one placeholder id
+        for each, as the chat template writes it. An image takes as many positions of the context as it has patches
+        after merging.
+        """
         ...
 
     def cancel(self, request_id: str) -> None:

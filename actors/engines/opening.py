@@ -40,7 +40,8 @@ def open_engine(
 ) -> StreamingEngine:
     """Load the checkpoint folder `model` into the engine of a role; its weights are called `version`.
 
-    The folder's tokenizer finds stop strings. Raises ValueError when the installed vLLM is for another device.
+    The folder's tokenizer finds stop strings, its image processor makes pixels. Raises ValueError when the installed
+    vLLM is for another device.
     """
     open_stream = ChatTokenizer.load(model).text_stream
     if settings.engine == "vllm":
@@ -60,6 +61,7 @@ def open_engine(
             version=version,
             open_stream=open_stream,
         )
+    from seed_async.actors.engines.images import open_reader
     from seed_async.actors.engines.torch_engine import TorchEngine, load_model
 
     return TorchEngine(
@@ -69,4 +71,5 @@ def open_engine(
         max_waiting=max_waiting,
         version=version,
         open_stream=open_stream,
+        images=open_reader(model),
     )

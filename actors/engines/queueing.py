@@ -1,22 +1,33 @@
 """Requests on their way into an engine: who may enter, who is next, and who is not wanted any more."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
 
+from seed_async.actors.engines.images import ImageFaultError, ImageReader, PlacedImage, PlacedPrompt, decode_image
 from seed_async.ports import Generation, RequestKind, RequestRefusedError, Sampling
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request that was accepted; `prompt_ids` int32 [P] is the engine's own copy."""
+    """A request that was accepted; its prompt is the engine's own copy."""
 
     request_id: str
-    prompt_ids: np.ndarray
+    prompt: PlacedPrompt
     sampling: Sampling
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """Int [P], negative at the positions of images."""
+        return self.prompt.ids
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """The images of the prompt."""
+        return self.prompt.images
 
     def cancelled_before_start(self) -> Generation:
         """The answer to a request that never ran."""
@@ -27,6 +38,7 @@ class Request:
             logprobs=np.zeros(0, dtype=np.float32),
             versions=nothing,
             finish_reason="cancelled",
+            prompt_tokens=self.prompt_ids.size,
             cached_tokens=0,
         )
 
@@ -38,15 +50,22 @@ class RequestQueue:
     """
 
     def __init__(
-        self, *, vocabulary: int, context: int, max_waiting: int, min_temperature: float, stop_strings: bool
+        self,
+        *,
+        vocabulary: int,
+        context: int,
+        max_waiting: int,
+        min_temperature: float,
+        stop_strings: bool,
+        images: ImageReader | None,
     ) -> None:
         """`context` tokens hold prompt and response; `min_temperature` is the smallest that is not greedy.
 
-        `stop_strings`: whether the engine can find them.
+        `stop_strings`: whether the engine can find them. `images`: None where the model takes none.
         """
         self._vocabulary, self._context = vocabulary, context
         self._max_waiting, self._min_temperature = max_waiting, min_temperature
-        self._stop_strings = stop_strings
+        self._stop_strings, self._images = stop_strings, images
         self._waiting: dict[RequestKind, deque[Request]] = {kind: deque() for kind in get_args(RequestKind)}
         self._turns: deque[RequestKind] = deque(self._waiting)
         self._open: set[str] = set()
@@ -56,13 +75,36 @@ class RequestQueue:
         """Requests that wait."""
         return sum(len(queue) for queue in self._waiting.values())
 
-    def add(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind) -> None:
+    def add(
+        self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind, images: Sequence[bytes]
+    ) -> None:
         """Queue a request. Raises RequestRefusedError, naming the limit."""
         fault = self._fault(request_id, prompt_ids, sampling)
         if fault is not None:
             raise RequestRefusedError(f"request {request_id}: {fault}")
-        self._waiting[kind].append(Request(request_id, prompt_ids.astype(np.int32), sampling))
+        try:
+            prompt = self._place(prompt_ids.astype(np.int32), images)
+        except ImageFaultError as error:
+            raise RequestRefusedError(f"request {request_id}: {error}") from error
+        self._waiting[kind].append(Request(request_id, prompt, sampling))
         self._open.add(request_id)
+
+    def _place(self, prompt_ids: np.ndarray, images: Sequence[bytes]) -> PlacedPrompt:
+        """The prompt with its images at their places. Raises ImageFaultError, also for one that cannot be decoded."""
+        if self._images is None:
+            if images:
+                raise ImageFaultError("this model takes no images")
+            return PlacedPrompt(prompt_ids)
+        prompt = self._images.place(prompt_ids, images)
+        if prompt.ids.size >= self._context:
+            raise ImageFaultError(self._too_long(prompt.ids.size))
+        for image in prompt.images:
+            # Waiting requests keep the bytes only: pixels are many times as many.
+            decode_image(image.content)
+        return prompt
+
+    def _too_long(self, num_tokens: int) -> str:
+        return f"the prompt has {num_tokens} tokens, the context of {self._context} leaves no room for a response"
 
     def _fault(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> str | None:
         """Why a request cannot be served, or None."""
@@ -74,9 +116,7 @@ class RequestQueue:
         if prompt_ids.ndim != 1 or prompt_ids.size == 0 or not np.issubdtype(prompt_ids.dtype, np.integer):
             return f"the prompt is {prompt_ids.dtype}{list(prompt_ids.shape)}, not a row of one or more integer ids"
         if prompt_ids.size >= self._context:
-            return (
-                f"the prompt has {prompt_ids.size} tokens, the context of {self._context} leaves no room for a response"
-            )
+            return self._too_long(prompt_ids.size)
         if prompt_ids.min() < 0 or prompt_ids.max() >= self._vocabulary:
             return f"a token id is outside the vocabulary of {self._vocabulary}"
         if sampling.max_new_tokens < 1:

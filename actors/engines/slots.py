@@ -20,10 +20,10 @@ class SlotTable:
     number that draws them. Arrays [slots] hold the state of each slot.
     """
 
-    def __init__(self, num_slots: int, context: int) -> None:
-        """Make `num_slots` empty slots of `context` tokens."""
+    def __init__(self, num_slots: int, context: int, *, images: bool = False) -> None:
+        """Make `num_slots` empty slots of `context` tokens; `images`: ids may be the keys of images, of 64 bits."""
         self.context = context
-        self.ids = np.zeros((num_slots, context), dtype=np.int32)
+        self.ids = np.zeros((num_slots, context), dtype=np.int64 if images else np.int32)
         self.logprobs = np.zeros((num_slots, context), dtype=np.float32)
         self.versions = np.zeros((num_slots, context), dtype=np.int32)
         self.uniforms = np.zeros((num_slots, context), dtype=np.float64)
@@ -134,9 +134,10 @@ class SlotTable:
         self.requests[slot], self.running[slot] = None, False
         return Generation(
             request_id=request.request_id,
-            token_ids=self.ids[slot, sampled].copy(),
+            token_ids=self.ids[slot, sampled].astype(np.int32),
             logprobs=self.logprobs[slot, sampled].copy(),
             versions=self.versions[slot, sampled].copy(),
             finish_reason=reason,
+            prompt_tokens=int(self.prompt_length[slot]),
             cached_tokens=int(self.reused[slot]),
         )

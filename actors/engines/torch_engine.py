@@ -5,12 +5,19 @@ cached yet, and one token for each request that is decoding. A change of weights
 nothing that old weights computed is read again; running requests are prefilled anew and go on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from seed_async.actors.engines.attention import (
     ATTENTION_NAME,
@@ -19,22 +26,32 @@ from seed_async.actors.engines.attention import (
     make_plan,
     register_slotted_attention,
 )
+from seed_async.actors.engines.images import ImageReader
 from seed_async.actors.engines.published import as_torch, check_tensors
 from seed_async.actors.engines.queueing import RequestQueue
 from seed_async.actors.engines.sampling import draw_tokens
 from seed_async.actors.engines.slots import SlotTable
 from seed_async.actors.engines.stopping import StopStrings
+from seed_async.actors.engines.vision import Vision, takes_images
 from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampled, Sampling, TextStream
 
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature above 0: logits divided by much less overflow float32."""
 
+VISION_ATTENTION = {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
+"""Of a vision model only the language model attends over slots."""
+
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
-    """Load a Hugging Face causal language model from a local folder with the engine's attention, for inference."""
+    """Load a Hugging Face causal language model from a local folder with the engine's attention, for inference.
+
+    With its vision tower, if it has one. Raises ValueError for a vision model that is not known here.
+    """
     register_slotted_attention()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, local_files_only=True, dtype=dtype, attn_implementation=ATTENTION_NAME
+    sees = takes_images(AutoConfig.from_pretrained(path, local_files_only=True))
+    auto_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model: PreTrainedModel = auto_class.from_pretrained(
+        path, local_files_only=True, dtype=dtype, attn_implementation=VISION_ATTENTION if sees else ATTENTION_NAME
     )
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # the library's decorator hides the signature
@@ -54,17 +71,20 @@ class TorchEngine:
         prefill_tokens_per_step: int = 2048,
         version: int = 0,
         open_stream: Callable[[], TextStream] | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """Reserve `max_slots` slots of `max_context_tokens`; `model` has the engine's attention (see `load_model`).
 
-        `open_stream` is for stop strings: see `stopping`.
+        `open_stream` is for stop strings: see `stopping`. Without `images` (see `images.open_reader`) every image is
+        refused.
         """
         config = model.config.get_text_config()
         _check_model(config)
-        self._model, self._decoder = model, model.base_model
+        self._model, self._decoder = model, getattr(model.base_model, "language_model", model.base_model)
         self._head: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._cache = SlotCache(config, max_slots, max_context_tokens, model)
-        self._table = SlotTable(max_slots, max_context_tokens)
+        self._table = SlotTable(max_slots, max_context_tokens, images=images is not None)
+        self._vision = None if images is None else Vision(model, images, self._table)
         self._stops = StopStrings(open_stream)
         self._queue = RequestQueue(
             vocabulary=int(config.vocab_size),
@@ -72,13 +92,21 @@ class TorchEngine:
             max_waiting=max_waiting,
             min_temperature=MIN_TEMPERATURE,
             stop_strings=self._stops.known,
+            images=images,
         )
         self._prefill_budget, self._version = prefill_tokens_per_step, version
         self._steps = self._generated = self._prefilled = self._reused = 0
 
-    def submit(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind) -> None:
-        """Queue a request. Raises RequestRefusedError, naming the limit."""
-        self._queue.add(request_id, prompt_ids, sampling, kind)
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        kind: RequestKind,
+        images: Sequence[bytes] = (),
+    ) -> None:
+        """Queue a request; see `ports.Engine`. Raises RequestRefusedError, naming the limit."""
+        self._queue.add(request_id, prompt_ids, sampling, kind, images)
 
     def cancel(self, request_id: str) -> None:
         """Finish a request with reason `cancelled` at the next step; unknown ids are ignored."""
@@ -113,6 +141,8 @@ class TorchEngine:
             for name, tensor in as_torch(tensors):
                 parameters[name].copy_(tensor)
         self._table.cached[:] = 0
+        if self._vision is not None:
+            self._vision.forget_all()
         self._version = version
 
     def sampled(self, request_id: str) -> Sampled:
@@ -130,7 +160,7 @@ class TorchEngine:
         ids = np.concatenate([prompt_ids, response_ids]).astype(np.int64)
         cache = SlotCache(self._model.config.get_text_config(), 1, ids.size, self._model)
         plan = make_plan(cache, np.zeros(1, np.int64), np.array([ids.size]), np.zeros(1, np.int64), num_decode=0)
-        hidden = self._decode(torch.from_numpy(ids), plan)[prompt_ids.size - 1 : -1]
+        hidden = self._decode(_text_inputs(ids, plan), plan)[prompt_ids.size - 1 : -1]
         logprobs = torch.log_softmax(self._head(hidden).float(), dim=-1).cpu().numpy()
         scored: np.ndarray = logprobs[np.arange(response_ids.size), response_ids]
         return scored
@@ -174,6 +204,8 @@ class TorchEngine:
             if target != source and shared > 0:
                 self._cache.copy_prefix(source, target, shared)
             self._table.place(target, request, shared)
+            if self._vision is not None:
+                self._vision.place(target, request)
             self._stops.watch(request.request_id, request.sampling.stop)
             self._reused += shared
 
@@ -185,23 +217,32 @@ class TorchEngine:
         """
         table, prefixes = self._table, self._table.cached[slots]
         plan = make_plan(self._cache, slots, counts, prefixes, num_decode)
-        hidden = self._decode(torch.from_numpy(table.pending_ids(slots, counts, num_decode)), plan)
+        ids = table.pending_ids(slots, counts, num_decode)
+        if self._vision is None:
+            hidden = self._decode(_text_inputs(ids, plan), plan)
+        else:
+            hidden = self._decode(self._vision.inputs(ids, slots, counts, prefixes), plan)
         self._steps += 1
         table.last_used[slots] = self._steps
         table.cached[slots] = prefixes + counts
+        if self._vision is not None:
+            self._vision.forget_done()
         self._prefilled += int(counts.sum()) - int((prefixes >= table.prompt_length[slots])[:num_decode].sum())
         complete = table.cached[slots] == table.length[slots]
         if num_decode < slots.size:
             hidden = hidden[torch.from_numpy(counts.cumsum()[complete] - 1).to(hidden.device)]
         return self._head(hidden).float(), slots[complete]
 
-    def _decode(self, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Hidden states [T, d] of a packed row of ids int64 [T]."""
-        ids = ids.to(plan.positions.device)
-        hidden: torch.Tensor = self._decoder(
-            input_ids=ids[None], position_ids=plan.positions[None], slot_plan=plan, use_cache=False
-        ).last_hidden_state[0]
+    def _decode(self, inputs: Mapping[str, Any], plan: AttentionPlan) -> torch.Tensor:
+        """Hidden states [T, d] of a packed row."""
+        hidden: torch.Tensor = self._decoder(**inputs, slot_plan=plan, use_cache=False).last_hidden_state[0]
         return hidden
+
+
+def _text_inputs(ids: np.ndarray, plan: AttentionPlan) -> dict[str, Any]:
+    """What a language model takes for a packed row of ids int64 [T]."""
+    packed = torch.from_numpy(ids).to(plan.positions.device)[None]
+    return {"input_ids": packed, "position_ids": plan.positions[None]}
 
 
 def _check_model(config: PretrainedConfig) -> None:

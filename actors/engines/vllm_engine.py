@@ -10,13 +10,14 @@ the queue's work as in the torch engine. The queue hands over no more than `max_
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.outputs import RequestOutput
@@ -24,6 +25,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from seed_async.actors.engines.images import MAX_IMAGES, decode_image, open_reader
 from seed_async.actors.engines.published import check_tensors
 from seed_async.actors.engines.queueing import Request, RequestQueue
 from seed_async.actors.engines.stopping import StopStrings
@@ -61,6 +63,7 @@ class _Running:
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
             finish_reason=reason,
+            prompt_tokens=self.request.prompt_ids.size,
             cached_tokens=self.cached_tokens,
         )
 
@@ -92,13 +95,16 @@ class VllmEngine:
         """
         options = options or VllmOptions()
         config = AutoConfig.from_pretrained(path, local_files_only=True)
+        self._reader = open_reader(path)
+        auto_class = AutoModelForCausalLM if self._reader is None else AutoModelForImageTextToText
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))  # type: ignore[no-untyped-call]
+            model = auto_class.from_config(config, dtype=getattr(torch, options.dtype))  # type: ignore[no-untyped-call]
         _check_heads(model.config.get_text_config())
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         text = config.get_text_config()
         context = min(max_context_tokens, getattr(text, "max_position_embeddings", max_context_tokens))
-        self._engine = LLMEngine.from_engine_args(_engine_args(path, max_slots, context, options, array_transfer))
+        engine_args = _engine_args(path, max_slots, context, options, array_transfer, images=self._reader is not None)
+        self._engine = LLMEngine.from_engine_args(engine_args)
         self._sender = open_sender(self._engine, options)
         self._scorer = SoloScorer(self._engine)
         # The first log-probs compile what finds them, for seconds: now, while the process is still given time to start.
@@ -111,13 +117,21 @@ class VllmEngine:
             max_waiting=max_waiting,
             min_temperature=MIN_TEMPERATURE,
             stop_strings=self._stops.known,
+            images=self._reader,
         )
         self._running: dict[str, _Running] = {}
         self._generated = self._prefilled = self._reused = 0
 
-    def submit(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, kind: RequestKind) -> None:
-        """Queue a request. Raises RequestRefusedError, naming the limit."""
-        self._queue.add(request_id, prompt_ids, sampling, kind)
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        kind: RequestKind,
+        images: Sequence[bytes] = (),
+    ) -> None:
+        """Queue a request; see `ports.Engine`. Raises RequestRefusedError, naming the limit."""
+        self._queue.add(request_id, prompt_ids, sampling, kind, images)
 
     def cancel(self, request_id: str) -> None:
         """Finish a request with reason `cancelled` at the next step; unknown ids are ignored."""
@@ -193,6 +207,8 @@ class VllmEngine:
                 each.request.prompt_ids.size + len(each.token_ids) for each in self._running.values() if each.token_ids
             )
         self._engine.reset_prefix_cache(reset_running_requests=True)
+        if self._reader is not None:
+            self._engine.reset_encoder_cache()
 
     def _start(self, request: Request) -> None:
         sampling = request.sampling
@@ -206,7 +222,13 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
+        if self._reader is not None and request.images:
+            # vLLM puts the positions of an image where its placeholder is.
+            prompt = {
+                "prompt_token_ids": self._reader.compact(request.prompt).tolist(),
+                "multi_modal_data": {"image": [decode_image(image.content) for image in request.images]},
+            }
         internal_id = self._engine.add_request(request.request_id, prompt, params)
         self._running[request.request_id] = _Running(request, internal_id)
         self._stops.watch(request.request_id, sampling.stop)
@@ -247,8 +269,10 @@ def _check_heads(config: PretrainedConfig) -> None:
         raise ValueError(f"attention heads of {size} (hidden_size / heads): vLLM has CPU kernels for {sizes}")
 
 
-def _engine_args(path: Path, max_slots: int, context: int, options: VllmOptions, array_transfer: str) -> EngineArgs:
-    """What LLMEngine is built from."""
+def _engine_args(
+    path: Path, max_slots: int, context: int, options: VllmOptions, array_transfer: str, *, images: bool
+) -> EngineArgs:
+    """What LLMEngine is built from; `images`: whether the model takes any."""
     arrays = options.weight_transfer == "arrays"
     # A GPU's memory can be handed to another process only, never within one.
     executor = "uni" if arrays and options.tensor_parallel == 1 else "mp"
@@ -258,7 +282,8 @@ def _engine_args(path: Path, max_slots: int, context: int, options: VllmOptions,
     )
     return EngineArgs(
         model=str(path),
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not images,  # vLLM's image processors want a tokenizer beside them
+        limit_mm_per_prompt={"image": MAX_IMAGES, "video": 0} if images else {},
         generation_config="vllm",
         dtype=options.dtype,
         seed=0,
