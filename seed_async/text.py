@@ -4,7 +4,7 @@ Ids are kept as sampled; nothing here decodes and encodes a response again.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -36,6 +36,22 @@ class Chat(NamedTuple):
     content: str
 
 
+class MixedChat(NamedTuple):
+    """One chat message with images among its texts: parts as chat templates know them (`IMAGE_PART`, `text_part`)."""
+
+    role: Role
+    content: tuple[Mapping[str, str], ...]
+
+
+IMAGE_PART: Mapping[str, str] = {"type": "image"}
+"""Stands for an image; the template of a vision model writes its placeholder there."""
+
+
+def text_part(text: str) -> Mapping[str, str]:
+    """Text beside an image."""
+    return {"type": "text", "text": text}
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
@@ -43,9 +59,14 @@ def _raise_exception(message: str) -> NoReturn:
 class ChatTokenizer:
     """The tokenizer and chat template of a Hugging Face folder. Immutable; safe to share."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, eos_ids: Sequence[int]) -> None:
-        """Compile the template and find out whether it is append-only. Raises ChatTemplateError when it fails."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, template: str, eos_ids: Sequence[int], image_id: int | None = None
+    ) -> None:
+        """Compile the template and find out whether it is append-only. Raises ChatTemplateError when it fails.
+
+        `image_id` is the placeholder of an image in the ids; None for a text model.
+        """
+        self._tokenizer, self.image_id = tokenizer, image_id
         # Published templates use `break`, as the library they are written for lets them.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -67,20 +88,25 @@ class ChatTokenizer:
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: the folder holds no tokenizer")
-        return cls(Tokenizer.from_file(str(path)), _read_template(model_dir), _read_eos_ids(model_dir))
+        return cls(
+            Tokenizer.from_file(str(path)),
+            _read_template(model_dir),
+            _read_eos_ids(model_dir),
+            _read_json(model_dir / "config.json").get("image_token_id"),
+        )
 
     @property
     def vocabulary_size(self) -> int:
         """Number of token ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def render(self, messages: Sequence[Chat], *, add_generation_prompt: bool) -> str:
-        """Render a chat as text."""
+    def render(self, messages: Sequence[Chat | MixedChat], *, add_generation_prompt: bool) -> str:
+        """Render a chat as text. Raises ChatTemplateError."""
         try:
             return self._template.render(
                 messages=[message._asdict() for message in messages], add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: a template of texts that is given parts
             raise ChatTemplateError(f"the chat template failed: {error}") from error
 
     def encode(self, text: str) -> np.ndarray:
@@ -100,7 +126,7 @@ class ChatTokenizer:
         """Ids of a chat that opens with one user message, up to where the response begins, int32 [P]."""
         return self.chat_prompt([Chat("user", user)])
 
-    def chat_prompt(self, messages: Sequence[Chat]) -> np.ndarray:
+    def chat_prompt(self, messages: Sequence[Chat | MixedChat]) -> np.ndarray:
         """Ids of a whole chat, rendered anew, up to where the next response begins, int32 [P]."""
         return self.encode(self.render(messages, add_generation_prompt=True))
 

@@ -1,17 +1,21 @@
 """OpenAI's chat completions as plain data: what a client may ask, and what it is answered. No threads, no sockets."""
 
+import base64
+import binascii
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from seed_async.ports import FinishReason, Sampling, TextStream
-from seed_async.text import Chat, ChatTemplateError, ChatTokenizer
+from seed_async.text import IMAGE_PART, Chat, ChatTemplateError, ChatTokenizer, MixedChat, text_part
 
 MAX_STOP_STRINGS = 4
 DEFAULT_TEMPERATURE = 1.0
+_DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
 
 
 class BadRequestError(ValueError):
@@ -28,23 +32,64 @@ class _Strict(BaseModel):
 
 
 class TextPart(_Strict):
-    """A part of a message's content; only text is understood."""
+    """Text in a message's content."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(_Strict):
+    """An image as it comes in JSON; nothing is fetched."""
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _holds_the_image(cls, url: str) -> str:
+        if not _DATA_URL.match(url):
+            raise ValueError("only data:image/png;base64,... and data:image/jpeg;base64,... are taken, nothing fetched")
+        try:
+            base64.b64decode(url.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"what follows base64, is not: {error}") from error
+        return url
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of the image."""
+        return base64.b64decode(self.url.partition(",")[2])
+
+
+class ImagePart(_Strict):
+    """An image in a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
 
 
 class Message(_Strict):
     """One message."""
 
     role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
     name: str | None = None
 
     @property
-    def text(self) -> str:
-        """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def images(self) -> list[bytes]:
+        """The images, in order."""
+        parts = [] if isinstance(self.content, str) else self.content
+        return [part.image_url.content for part in parts if isinstance(part, ImagePart)]
+
+    @property
+    def chat(self) -> Chat | MixedChat:
+        """The message as a template takes it: parts where there is an image, one text where there is none."""
+        if isinstance(self.content, str):
+            return Chat(self.role, self.content)
+        parts = [text_part(part.text) if isinstance(part, TextPart) else IMAGE_PART for part in self.content]
+        if IMAGE_PART in parts:
+            return MixedChat(self.role, tuple(parts))
+        return Chat(self.role, "".join(part["text"] for part in parts))
 
 
 class StreamOptions(_Strict):
@@ -83,11 +128,12 @@ class ChatBody(_Strict):
 
 
 class ChatRequest(NamedTuple):
-    """A request that can be served: `prompt_ids` int32 [P]."""
+    """A request that can be served: `prompt_ids` int32 [P] with a placeholder for each of `images`."""
 
     body: ChatBody
     prompt_ids: np.ndarray
     sampling: Sampling
+    images: tuple[bytes, ...] = ()
 
 
 def read_request(content: bytes, model: str, tokenizer: ChatTokenizer, context: int) -> ChatRequest:
@@ -99,8 +145,11 @@ def read_request(content: bytes, model: str, tokenizer: ChatTokenizer, context: 
         raise BadRequestError("; ".join(faults)) from error
     if body.model != model:
         raise BadRequestError(f"the model {body.model!r} is not served here, only {model!r}", "model_not_found")
+    images = tuple(image for message in body.messages for image in message.images)
+    if images and tokenizer.image_id is None:
+        raise BadRequestError("this model takes no images")
     try:
-        prompt_ids = tokenizer.chat_prompt([Chat(each.role, each.text) for each in body.messages])
+        prompt_ids = tokenizer.chat_prompt([message.chat for message in body.messages])
     except ChatTemplateError as error:
         raise BadRequestError(str(error)) from error
     room = context - prompt_ids.size
@@ -117,7 +166,7 @@ def read_request(content: bytes, model: str, tokenizer: ChatTokenizer, context: 
         stop_ids=tokenizer.eos_ids,
         stop=body.stop_strings,
     )
-    return ChatRequest(body, prompt_ids, sampling)
+    return ChatRequest(body, prompt_ids, sampling, images)
 
 
 class VisibleText:

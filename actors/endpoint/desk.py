@@ -34,6 +34,7 @@ class Ticket:
     prompt_ids: np.ndarray
     sampling: Sampling
     stream: bool
+    images: tuple[bytes, ...] = ()
     events: "queue.SimpleQueue[Sampled | Generation | RequestRefusedError]" = field(default_factory=queue.SimpleQueue)
     left: threading.Event = field(default_factory=threading.Event)
     """Set by an asker that does not want the response any more."""
@@ -62,13 +63,15 @@ class RequestDesk:
         self.version = -1
         """The version that serves."""
 
-    def ask(self, prompt_ids: np.ndarray, sampling: Sampling, *, stream: bool) -> Ticket:
+    def ask(
+        self, prompt_ids: np.ndarray, sampling: Sampling, *, stream: bool, images: tuple[bytes, ...] = ()
+    ) -> Ticket:
         """Leave a request, from any thread. Raises DeskFullError."""
         with self._lock:
             if self._num_open >= self._max_open:
                 raise DeskFullError(f"{self._max_open} requests are open already")
             self._num_open += 1
-            ticket = Ticket(f"{PREFIX}{next(self._numbers)}", prompt_ids, sampling, stream)
+            ticket = Ticket(f"{PREFIX}{next(self._numbers)}", prompt_ids, sampling, stream, images)
         self._new.put(ticket)
         self._arrived.set()
         return ticket
@@ -87,7 +90,7 @@ class RequestDesk:
         self._turned_at_s, self.version = time.monotonic(), version
         for ticket in self._arrivals() if admit else ():
             try:
-                engine.submit(ticket.request_id, ticket.prompt_ids, ticket.sampling, "chat")
+                engine.submit(ticket.request_id, ticket.prompt_ids, ticket.sampling, "chat", ticket.images)
             except RequestRefusedError as error:
                 self._end(ticket, error)
             else:

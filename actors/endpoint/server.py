@@ -194,7 +194,9 @@ class _Handler(BaseHTTPRequestHandler):
         except BadRequestError as error:
             raise HttpError(404 if error.code == "model_not_found" else 400, str(error), code=error.code) from error
         try:
-            ticket = desk.ask(request.prompt_ids, request.sampling, stream=bool(request.body.stream))
+            ticket = desk.ask(
+                request.prompt_ids, request.sampling, stream=bool(request.body.stream), images=request.images
+            )
         except DeskFullError as error:
             raise HttpError(429, f"{error}: try again later", "rate_limit_error", "rate_limit_exceeded") from error
         try:
@@ -231,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
         (generation,) = (event for event in self._events(ticket) if isinstance(event, Generation))
         shown = text.push(generation.token_ids) + text.rest()
         logprobs = logprob_content(text.pieces, generation.logprobs) if request.body.logprobs else None
-        version, counts = _version(generation), _counts(request, generation)
+        version, counts = _version(generation), _counts(generation)
         self._send(200, completion(frame, version, shown, generation.finish_reason, logprobs, counts))
 
     def _reply_stream(self, request: ChatRequest, ticket: Ticket, frame: Frame, text: VisibleText) -> None:
@@ -251,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         version, rest, options = _version(event), text.rest(), request.body.stream_options
         self._event(chunk(frame, version, {"content": rest} if rest else {}, event.finish_reason))
         if options is not None and options.include_usage:
-            self._event(usage_chunk(frame, version, _counts(request, event)))
+            self._event(usage_chunk(frame, version, _counts(event)))
         self._write(b"data: [DONE]\n\n")
 
     def _start_stream(self, frame: Frame) -> None:
@@ -328,5 +330,5 @@ def _version(generation: Generation) -> int:
     return int(generation.versions.max()) if generation.versions.size else -1
 
 
-def _counts(request: ChatRequest, generation: Generation) -> dict[str, Any]:
-    return usage(request.prompt_ids.size, generation.token_ids.size, generation.cached_tokens)
+def _counts(generation: Generation) -> dict[str, Any]:
+    return usage(generation.prompt_tokens, generation.token_ids.size, generation.cached_tokens)

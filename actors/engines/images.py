@@ -8,6 +8,7 @@ different ids, which is what prefixes are compared by.
 
 import hashlib
 import io
+import json
 import struct
 import warnings
 import zlib
@@ -22,7 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Architectures whose images are served; they share one way of cutting an image into patches."""
-PREPROCESSOR_FILE = "preprocessor_config.json"
+PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 
 MAX_IMAGES = 64
 """Images of one prompt."""
@@ -152,11 +153,19 @@ def open_reader(path: Path) -> ImageReader | None:
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if config.model_type not in VISION_MODEL_TYPES:
         return None
-    if not (path / PREPROCESSOR_FILE).is_file():
+    if not _says_how_to_cut(path):
         return ImageReader(config.image_token_id, None)
     processor = Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
     _check_processor(processor, config.vision_config)
     return ImageReader(config.image_token_id, processor)
+
+
+def _says_how_to_cut(path: Path) -> bool:
+    """Whether a model folder describes its image processor: in a file of its own, or among all of its processors."""
+    whole = path / PROCESSOR_FILE
+    return (path / PREPROCESSOR_FILE).is_file() or (
+        whole.is_file() and "image_processor" in json.loads(whole.read_text())
+    )
 
 
 def _check_processor(processor: Qwen2VLImageProcessorPil, vision: PretrainedConfig) -> None:

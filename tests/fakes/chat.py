@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from seed_async.learner.init_model import CHAT_TEMPLATE, END, train_tokenizer
 from seed_async.text import ChatTokenizer
@@ -21,6 +21,18 @@ STRIPS_EARLIER_THINKING = CHAT_TEMPLATE.replace(
     "+ message['content'] +", "+ (message['content'].split('</think>') | last) +"
 )
 """What published templates of reasoning models do: not append-only."""
+
+
+IMAGE = "<|image_pad|>"
+IMAGE_TOKENS = ("<|vision_start|>", IMAGE, "<|vision_end|>")
+PARTS_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}",
+    "{{ '<|' + message['role'] + '|>' }}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' or 'image_url' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}<|end|>",
+)
+"""What published templates of vision models do with a content of parts."""
 
 
 def write_corpus(folder: Path) -> Path:
@@ -44,6 +56,20 @@ def save_tokenizer(folder: Path) -> None:
     """Give a model folder that has none the tokenizer and its template."""
     (folder / "tokenizer.json").write_text(raw_tokenizer().to_str())
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+@cache
+def raw_vision_tokenizer() -> Tokenizer:
+    """The same with the tokens of an image."""
+    tokenizer = Tokenizer.from_str(raw_tokenizer().to_str())
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in IMAGE_TOKENS])
+    return tokenizer
+
+
+def tiny_vision_chat() -> ChatTokenizer:
+    """A chat tokenizer whose template writes placeholders."""
+    tokenizer = raw_vision_tokenizer()
+    return ChatTokenizer(tokenizer, PARTS_TEMPLATE, [tokenizer.token_to_id(END)], tokenizer.token_to_id(IMAGE))
 
 
 def tiny_chat(template: str = CHAT_TEMPLATE, extra_eos: tuple[str, ...] = ()) -> ChatTokenizer:

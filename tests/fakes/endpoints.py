@@ -1,5 +1,7 @@
 """A real engine on a tiny random model behind a real endpoint, on a thread that advances it as a server does."""
 
+import http.client
+import json
 import threading
 import time
 from typing import Any
@@ -10,8 +12,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from seed_async.actors.endpoint.desk import RequestDesk
 from seed_async.actors.endpoint.server import Endpoint, Served
 from seed_async.actors.engines.attention import ATTENTION_NAME, register_slotted_attention
+from seed_async.actors.engines.images import ImageReader
 from seed_async.actors.engines.torch_engine import TorchEngine
-from tests.fakes.chat import tiny_chat
+from tests.fakes.chat import tiny_chat, tiny_vision_chat
+from tests.reference.vision_models import image_processor, tiny_vision_model
 
 MODEL = "tiny"
 CONTEXT = 256
@@ -40,14 +44,32 @@ def text_engine(max_slots: int = 4, version: int = 12, max_waiting: int = 64) ->
     )
 
 
+def vision_engine(max_slots: int = 4) -> TorchEngine:
+    """The same for a model with a vision tower."""
+    chat = tiny_vision_chat()
+    assert chat.image_id is not None
+    model = tiny_vision_model("qwen2_5_vl", vocabulary=chat.vocabulary_size, placeholder=chat.image_id, context=CONTEXT)
+    return TorchEngine(
+        model,
+        max_slots=max_slots,
+        max_context_tokens=CONTEXT,
+        version=12,
+        open_stream=chat.text_stream,
+        images=ImageReader(chat.image_id, image_processor()),
+    )
+
+
 class RunningEndpoint:
     """Serves until `close`; `pace_s` is slept between two steps, so that a test can be in time."""
 
-    def __init__(self, *, api_key: str | None = None, max_open: int = 64, max_slots: int = 4) -> None:
-        """Start at a free port."""
-        self.engine, self.desk, self.pace_s = text_engine(max_slots), RequestDesk(max_open), 0.0
+    def __init__(
+        self, *, api_key: str | None = None, max_open: int = 64, max_slots: int = 4, images: bool = False
+    ) -> None:
+        """Start at a free port; with `images` the model is one that takes them."""
+        self.engine = vision_engine(max_slots) if images else text_engine(max_slots)
+        self.desk, self.pace_s = RequestDesk(max_open), 0.0
         self.statuses: list[int] = []
-        served = Served(MODEL, tiny_chat(), CONTEXT, api_key)
+        served = Served(MODEL, tiny_vision_chat() if images else tiny_chat(), CONTEXT, api_key)
         self.desk.exchange(self.engine, 12)
         self._endpoint = Endpoint("127.0.0.1", 0, served, self.desk, max_open, self.statuses.append)
         self.url = f"http://127.0.0.1:{self._endpoint.port}"
@@ -88,3 +110,17 @@ def chat_body(**changes: Any) -> dict[str, Any]:
     """A request."""
     messages = [{"role": "user", "content": "Task: put a clean mug on the shelf."}]
     return {"model": MODEL, "messages": messages, "max_tokens": 12, "seed": 3} | changes
+
+
+def ask(
+    running: RunningEndpoint, body: Any = None, path: str = "/v1/chat/completions", **headers: str
+) -> tuple[int, Any]:
+    """Status and JSON of an answer; GET without a body."""
+    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | headers
+    connection.request("GET" if content is None else "POST", path, content, headers)
+    response = connection.getresponse()
+    answer = response.status, json.loads(response.read())
+    connection.close()
+    return answer

@@ -1,6 +1,5 @@
 """The HTTP endpoint: chats of OpenAI's own client, refusals with their reasons, and clients that leave."""
 
-import http.client
 import json
 import socket
 import threading
@@ -16,7 +15,7 @@ from seed_async.actors.endpoint.desk import DeskFullError, RequestDesk
 from seed_async.actors.endpoint.server import MAX_BODY_BYTES
 from seed_async.ports import Sampling
 from tests.fakes.chat import tiny_chat
-from tests.fakes.endpoints import CONTEXT, MODEL, RunningEndpoint, chat_body, text_engine
+from tests.fakes.endpoints import CONTEXT, MODEL, RunningEndpoint, ask, chat_body, text_engine
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +24,6 @@ def endpoint() -> Iterator[RunningEndpoint]:
     made = RunningEndpoint()
     yield made
     made.close()
-
-
-def ask(
-    running: RunningEndpoint, body: Any = None, path: str = "/v1/chat/completions", **headers: str
-) -> tuple[int, Any]:
-    """Status and JSON of an answer; GET without a body."""
-    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
-    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"} | headers
-    connection.request("GET" if content is None else "POST", path, content, headers)
-    response = connection.getresponse()
-    answer = response.status, json.loads(response.read())
-    connection.close()
-    return answer
 
 
 def sampled_text(running: RunningEndpoint, **changes: Any) -> str:

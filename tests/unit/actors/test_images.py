@@ -177,6 +177,11 @@ def test_a_folder_says_how_its_images_are_cut(tmp_path):
         with pytest.raises(ValueError, match=f"{key} is"):
             open_reader(tmp_path)
     path.unlink()
+    whole = tmp_path / "processor_config.json"
+    whole.write_text(json.dumps({"image_processor": settings}))
+    reader = open_reader(tmp_path)
+    assert reader is not None and reader.place(PROMPT, [SMALL]).ids.size == PROMPT.size + 3
+    whole.write_text("{}")
     bare = open_reader(tmp_path)
     assert bare is not None and bare.place(PROMPT[:3], []).ids.size == 3, "texts are served"
     with pytest.raises(ImageFaultError, match=r"its folder has no preprocessor_config\.json"):

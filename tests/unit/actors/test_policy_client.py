@@ -46,6 +46,7 @@ class FakeServer:
         self.hold, self.error = False, ""
         self.held: list[Request] = []
         self.asked: list[str] = []
+        self.images: list[tuple[bytes, ...]] = []
         self.cancelled: list[str] = []
         self._running = threading.Event()
         self._running.set()
@@ -90,6 +91,7 @@ class FakeServer:
         message = request.message
         if isinstance(message, GenerateRequest):
             self.asked.append(message.request_id)
+            self.images.append(message.images)
             self.held.append(request)
         else:
             assert isinstance(message, Ping | Cancel)
@@ -157,6 +159,18 @@ def test_episodes_keep_to_their_server_and_are_spread(tmp_path: Path) -> None:
         assert [await fleet.ask(episode) for episode in (0, 1, 2, 3, 0, 1)] == [0, 1, 2, 0, 0, 1]
 
     Fleet(tmp_path, 3).run(work)
+
+
+def test_images_go_to_the_server_as_they_are(tmp_path: Path) -> None:
+    """And nothing where there are none."""
+
+    async def work(fleet: Fleet) -> None:
+        sampling = Sampling(temperature=1.0, max_new_tokens=1)
+        for images in ([], [b"\x89PNG", b"\xff\xd8"]):
+            await fleet.client.generate(PROMPT, sampling, "act", images)
+        assert fleet.servers[0].images == [(), (b"\x89PNG", b"\xff\xd8")]
+
+    Fleet(tmp_path, 1).run(work)
 
 
 def test_the_requests_of_a_server_that_dies_are_asked_elsewhere_at_once_and_return_when_it_lives(

@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seed_async.codec import ARRAY_DTYPES, AnyMessage, MalformedMessageError, decode, encode
-from seed_async.messages import Ack, AnalysisJobs, Beat, GenerateReply, Lease, LeaseGrant, Trajectory, Turn
+from seed_async.messages import (
+    Ack,
+    AnalysisJobs,
+    Beat,
+    GenerateReply,
+    GenerateRequest,
+    Lease,
+    LeaseGrant,
+    Trajectory,
+    Turn,
+)
+from seed_async.ports import Sampling
 
 
 def make_turn(num_tokens: int) -> Turn:
@@ -204,3 +215,19 @@ def test_a_message_with_flipped_bytes_decodes_or_raises_the_one_error(data: st.D
         assert error.reason
     else:
         assert isinstance(got, AnyMessage)
+
+
+def test_images_travel_as_their_bytes_and_a_request_without_any_is_as_it_was() -> None:
+    """So that the version of the protocol stays."""
+    fields: dict[str, Any] = {"request_id": "r", "prompt_ids": np.arange(5, dtype=np.int32), "kind": "act"}
+    fields["sampling"] = Sampling(temperature=0.5, max_new_tokens=3)
+    images = (b"\x89PNG\x00", bytes(range(256)) * 9)
+    whole = decode(encode(GenerateRequest(**fields, images=images)))
+    assert isinstance(whole, GenerateRequest) and whole.images == images
+    np.testing.assert_array_equal(whole.prompt_ids, fields["prompt_ids"])
+    plain = encode(GenerateRequest(**fields))
+    assert set(msgspec.msgpack.decode(plain[0])) == {"type", *fields}
+    again = decode(plain)
+    assert isinstance(again, GenerateRequest) and again.images == ()
+    with pytest.raises(MalformedMessageError, match="images"):
+        decode([msgspec.msgpack.encode(msgspec.msgpack.decode(plain[0]) | {"images": ["text"]}), *plain[1:]])

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seed_async.learner.init_model import CHAT_TEMPLATE, END, PAD
-from seed_async.text import Chat, ChatTemplateError, ChatTokenizer
-from tests.fakes.chat import STRIPS_EARLIER_THINKING, raw_tokenizer, tiny_chat
+from seed_async.text import IMAGE_PART, Chat, ChatTemplateError, ChatTokenizer, MixedChat, text_part
+from tests.fakes.chat import IMAGE, STRIPS_EARLIER_THINKING, raw_tokenizer, tiny_chat, tiny_vision_chat
 
 STRIPS_EARLIER_TURNS = (
     "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}"
@@ -175,3 +175,22 @@ def test_an_incomplete_model_folder_is_named(
     folder = write_model(tmp_path, **dict.fromkeys(missing))
     with pytest.raises(error, match=match):
         ChatTokenizer.load(folder)
+
+
+def test_the_template_of_a_vision_model_writes_a_placeholder_for_each_image(tmp_path: Path) -> None:
+    """Whose id its configuration names; the texts beside it are those of a plain message."""
+    chat = tiny_vision_chat()
+    mixed = MixedChat("user", (text_part("Task: "), IMAGE_PART, text_part("a mug."), IMAGE_PART))
+    text = chat.render([mixed, Chat("assistant", "look")], add_generation_prompt=False)
+    mark = f"<|vision_start|>{IMAGE}<|vision_end|>"
+    assert text == f"<|user|>Task: {mark}a mug.{mark}<|end|><|assistant|>look<|end|>"
+    assert chat.chat_prompt([mixed]).tolist().count(chat.image_id) == 2
+    assert tiny_chat().image_id is None
+    folder = write_model(tmp_path, **{"config.json": {"eos_token_id": 2, "image_token_id": 77}})
+    assert ChatTokenizer.load(folder).image_id == 77
+
+
+def test_a_template_of_texts_fails_on_parts_as_templates_fail() -> None:
+    """Not with an error of its own kind."""
+    with pytest.raises(ChatTemplateError, match="the chat template failed"):
+        tiny_chat().chat_prompt([MixedChat("user", (IMAGE_PART,))])
