@@ -18,7 +18,11 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
+"""What a model folder holds beside configuration and weights: how texts become ids and images become patches."""
 
 
 def export_weights(weights: Mapping[str, torch.Tensor], model_dir: Path, out: Path) -> PreTrainedModel:
@@ -45,7 +49,7 @@ def export_weights(weights: Mapping[str, torch.Tensor], model_dir: Path, out: Pa
 
 
 def export_policy(model: PreTrainedModel, tokenizer_from: Path, out: Path) -> None:
-    """Write the model (safetensors) and the tokenizer files of `tokenizer_from` to `out`.
+    """Write the model (safetensors) and the tokenizer and processor files of `tokenizer_from` to `out`.
 
     Everything is written beside `out` first and renamed, so that `out` is never half a model.
     """

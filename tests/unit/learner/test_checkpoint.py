@@ -155,13 +155,15 @@ def test_another_models_checkpoint_is_refused_and_changes_nothing(tmp_path: Path
 def test_a_merged_checkpoint_is_a_plain_model_folder(tmp_path: Path) -> None:
     start, optimizer = make_model()
     start.save_pretrained(tmp_path / "start")
-    (tmp_path / "start" / "tokenizer.json").write_text("{}")
+    for name in ("tokenizer.json", "preprocessor_config.json"):
+        (tmp_path / "start" / name).write_text("{}")
     train(start, optimizer, 2)
     folder = write_checkpoint(tmp_path / "checkpoints", take_snapshot(2, 0.0, start, optimizer), keep=1)
     assert merge_checkpoint(folder, tmp_path / "start", tmp_path / "merged") == 2
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     assert all(map(torch.equal, start.parameters(), merged.parameters()))
-    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    for name in ("tokenizer.json", "preprocessor_config.json"):
+        assert (tmp_path / "merged" / name).is_file()
     only_file(folder / POLICY).write_bytes(b"damaged")
     with pytest.raises(ValueError, match="damaged files"):
         merge_checkpoint(folder, tmp_path / "start", tmp_path / "again")
