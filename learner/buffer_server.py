@@ -9,6 +9,7 @@ the run's accounting.
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -55,6 +56,12 @@ TICK_INTERVAL_S = 0.5
 """How often deadlines are looked at and metrics brought up to date."""
 
 
+def read_vocabulary(model_dir: Path) -> int:
+    """Token ids of a model folder; a vision model says so in the configuration of its language model."""
+    config = json.loads((model_dir / "config.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])
+
+
 class BufferServer:
     """A GroupBuffer behind a socket, the run's state, and the record of every trajectory."""
 
@@ -62,13 +69,12 @@ class BufferServer:
         """Bind; nothing is granted before a first version is acknowledged."""
         self._context = context
         self._server = context.serve(context.run_dir.buffer_endpoint(context.topology))
-        config = json.loads((context.run_dir.initial_model(context.topology) / "config.json").read_text())
         journal = context.run_dir.journal
         recovered = recover(_with_steps(context.pulse, read_journal(journal))) if journal.is_file() else None
         self._journal = Journal(journal)
         self._buffer = GroupBuffer(
             context.topology,
-            int(config["vocab_size"]),
+            read_vocabulary(context.run_dir.initial_model(context.topology)),
             self._record,
             library_of(context.topology),
             self._journal.add,
