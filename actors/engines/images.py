@@ -204,7 +204,7 @@ def _image_size(index: int, content: bytes) -> tuple[int, int]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageFaultError(f"image {index} has more than {MAX_IMAGE_PIXELS} pixels") from error
     except _PILLOW_ERRORS as error:
-        raise ImageFaultError(f"image {index} is no {' or '.join(_FORMATS)}: {error}") from error
+        raise ImageFaultError(f"image {index} is no {' or '.join(_FORMATS)}") from error
     if width * height > MAX_IMAGE_PIXELS:
         raise ImageFaultError(f"image {index} has {width}x{height} pixels, more than {MAX_IMAGE_PIXELS}")
     return width, height

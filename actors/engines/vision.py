@@ -66,9 +66,9 @@ class Vision:
         positions = self._positions[:, np.repeat(slots, counts), along].astype(np.int64)
         inputs: dict[str, Any] = {"position_ids": torch.from_numpy(positions).to(device)[:, None]}
         packed = torch.from_numpy(ids).to(device)[None]
-        seen = packed < 0
-        if not (ids < 0).any():
+        if ids.min() >= 0:
             return inputs | {"input_ids": packed}
+        seen = packed < 0
         features = self._pending_features(slots, counts, starts)
         embeds = self._embed(packed.clamp(min=0))
         embeds[seen] = features[0]

@@ -78,6 +78,13 @@ def test_a_request_that_cannot_be_served_is_refused_with_its_reason_and_leaves_n
     assert run_steps(engine, 6)["a"].token_ids.size == 6
 
 
+def test_a_text_model_takes_no_images(make_engine):
+    engine = make_engine()
+    with pytest.raises(RequestRefusedError, match="this model takes no images"):
+        engine.submit("a", PROMPT, GREEDY, "act", [b"whatever it is"])
+    assert engine.health().waiting == 0
+
+
 def test_an_id_is_refused_while_it_is_open_and_free_again_after(make_engine):
     engine = make_engine()
     engine.submit("a", PROMPT, GREEDY, "act")

@@ -195,6 +195,18 @@ def test_texts_are_computed_as_without_an_image_processor():
         assert with_images[index].logprobs.tolist() == without[index].logprobs.tolist()
 
 
+def test_given_texts_are_scored_while_a_request_with_images_runs():
+    """As the canary is: the request goes on as if nothing had been."""
+    model = tiny_vision_model("qwen3_vl")
+    twin = vision_twin(model)
+    engine = make_engine(model, prefill_tokens_per_step=8)
+    name = submit_greedy(engine, *PROMPTS[3], 4)
+    engine.step()
+    prompt, response = PROMPTS[5][0], PROMPTS[0][0]
+    assert np.abs(engine.score(prompt, response) - vision_scores(twin, prompt, [], response)).max() < 1e-4
+    check(drain(engine)[name], twin, *PROMPTS[3], 4)
+
+
 def test_vision_models_of_other_families_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     with pytest.raises(ValueError, match="'llava' takes images, but only qwen2_vl, qwen2_5_vl, qwen3_vl are served"):
