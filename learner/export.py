@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from seed_async.learner.adapters import add_adapters, plain_parameters
+from seed_async.adapters import add_adapters
+from seed_async.learner.adapters import plain_parameters
 from seed_async.learner.checkpoint import read_manifest, restore_policy
 from seed_async.learner.scoring import auto_class
 from seed_async.topology import Lora

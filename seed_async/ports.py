@@ -125,6 +125,7 @@ class Engine(Protocol):
     def load_weights(self, version: int, tensors: Mapping[str, np.ndarray], *, rollback: bool = False) -> None:
         """Replace all weights between two steps. Running requests go on; tokens after it come from `version` alone.
 
+        Of an engine that was opened for adapters `tensors` are all adapters, and the weights below them stay.
         Only a `rollback` may load a version that is not newer: what was loaded last has turned out wrong. Raises
         KeyError for a missing or unknown tensor name and ValueError for a wrong shape or dtype; then the old weights
         are still whole.

@@ -22,6 +22,8 @@ TaskType = Literal[
 ]
 OnStale = Literal["drop", "mask", "wait"]
 RoomKind = Literal["kitchen", "living_room", "bedroom", "bathroom"]
+MAX_VLLM_LORA_RANK = 512
+"""The largest adapter that vLLM 0.32 has room for."""
 
 
 class Run(Section):
@@ -119,6 +121,10 @@ class Lora(Section):
     alpha: Positive = 32
     targets: tuple[str, ...] = ()
     """Names of the linear layers that get one, e.g. [q_proj, v_proj]; none: all but the vocabulary projection."""
+    publish: Literal["merged", "adapters"] = "merged"
+    """What a version of the weights holds. `merged`: the plain model W + alpha / rank * B A, as if there were no
+    adapters. `adapters`: A and B alone, in float32, which engines apply on the initial model that they have loaded:
+    a few percent of the bytes, for two more matrix products a layer in each forward pass (docs/learner.md)."""
 
 
 class Model(Section):
@@ -127,7 +133,12 @@ class Model(Section):
     path: Path | None = None
     init: TinyModel | None = None
     lora: Lora | None = None
-    """Train adapters instead of all weights; what is published, exported and merged is a plain model all the same."""
+    """Train adapters instead of all weights; what is exported and merged is a plain model all the same."""
+
+    @property
+    def served_adapters(self) -> Lora | None:
+        """The adapters that engines apply on the initial model; None where versions hold whole models."""
+        return self.lora if self.lora is not None and self.lora.publish == "adapters" else None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -409,6 +420,24 @@ class Topology(Section):
             raise ValueError("analysis.max_output_tokens must be smaller than analysis.max_context_tokens")
         if self.rollout.max_response_tokens >= self.rollout.max_context_tokens:
             raise ValueError("rollout.max_response_tokens must be smaller than rollout.max_context_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit_vllm(self) -> Self:
+        lora = self.model.served_adapters
+        for name, role in (("policy", self.roles.policy), ("analyzers", self.roles.analyzers)):
+            if lora is None or role.engine != "vllm":
+                continue
+            if lora.rank > MAX_VLLM_LORA_RANK:
+                raise ValueError(
+                    f"model.lora.publish adapters with roles.{name}.engine vllm takes ranks up to "
+                    f"{MAX_VLLM_LORA_RANK}; model.lora.rank is {lora.rank}"
+                )
+            if role.vllm.weight_transfer != "arrays":
+                raise ValueError(
+                    f"roles.{name}.vllm.weight_transfer {role.vllm.weight_transfer} has no effect with "
+                    "model.lora.publish adapters, which vLLM reads from a file in memory: remove it"
+                )
         return self
 
     @model_validator(mode="after")

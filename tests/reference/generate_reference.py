@@ -8,6 +8,8 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from seed_async.actors.engines.attention import ATTENTION_NAME, register_slotted_attention
+from seed_async.adapters import adapter_parameters, add_adapters
+from seed_async.topology import Lora
 
 VOCABULARY = 61
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -48,6 +50,17 @@ def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
 def weights_of(model: PreTrainedModel) -> dict[str, np.ndarray]:
     """The tensors of a weight publication: copies of the named parameters."""
     return {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+
+
+def add_random_adapters(model: PreTrainedModel, lora: Lora, seed: int) -> dict[str, np.ndarray]:
+    """Put adapters that change much into `model`; the tensors of their publication."""
+    add_adapters(model, lora, seed)
+    generator = torch.Generator().manual_seed(seed)
+    parameters = adapter_parameters(model)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.normal_(std=0.3, generator=generator)
+    return {name: parameter.detach().numpy().copy() for name, parameter in parameters.items()}
 
 
 def next_logprobs(twin: PreTrainedModel, ids: list[int], temperature: float = 1.0) -> np.ndarray:

@@ -378,3 +378,23 @@ def test_the_canary_is_judged_by_the_coarsest_dtype_unless_the_bound_is_given(
     overrides: tuple[str, ...], expected: float
 ) -> None:
     assert parse_topology(MINIMAL, "t.yaml", overrides).canary_tolerance_nats == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model.lora.rank=600",), "takes ranks up to 512; model.lora.rank is 600"),
+        (("roles.policy.vllm.weight_transfer=ipc",), "weight_transfer ipc has no effect with model.lora.publish"),
+    ],
+)
+def test_adapters_that_vllm_cannot_be_given_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    published = ("model.lora.publish=adapters", "roles.policy.engine=vllm")
+    assert message in error_of(MINIMAL, *published, *overrides)
+    parse_topology(MINIMAL, "t.yaml", (*published, *overrides, "model.lora.publish=merged"))
+
+
+def test_versions_hold_whole_models_unless_adapters_are_asked_for() -> None:
+    for overrides in ((), ("model.lora.rank=4",)):
+        assert parse_topology(MINIMAL, "t.yaml", overrides).model.served_adapters is None
+    served = parse_topology(MINIMAL, "t.yaml", ("model.lora.publish=adapters",)).model.served_adapters
+    assert served is not None and served.rank == 16

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from seed_async.learner.adapters import add_adapters
+from seed_async.adapters import add_adapters
+from seed_async.learner.adapters import adapters_alone
 from seed_async.learner.checkpoint import (
     CheckpointWriter,
     newest_checkpoint,
@@ -58,7 +59,8 @@ def train(scenario: str, folder: Path, ranks: Ranks) -> tuple[list[dict[str, flo
         writer = CheckpointWriter(folder / "checkpoints", 1, ranks.writers())
         writer.submit(take_snapshot(updates.stop, 0.0, policy, optimizer))
         writer.wait()
-    return metrics, ranks.gather(policy)
+    # The adapters are what `model.lora.publish: adapters` sends; the names of both differ.
+    return metrics, ranks.gather(policy) | ranks.gather(policy, adapters_alone)
 
 
 def main(folder: Path, scenarios: list[str], rank: int, size: int) -> None:

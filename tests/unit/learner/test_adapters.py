@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from seed_async.learner.adapters import add_adapters, plain_parameters
+from seed_async.adapters import add_adapters
+from seed_async.learner.adapters import plain_parameters, published_parameters
 from seed_async.learner.checkpoint import restore, take_snapshot, trained_parameters, write_checkpoint
 from seed_async.learner.export import merge_checkpoint
 from seed_async.learner.ranks import Ranks
 from seed_async.learner.scoring import auto_class
 from seed_async.learner.step import update
-from seed_async.topology import Lora
+from seed_async.topology import Lora, Model
 from tests.unit.learner.builders import FAMILIES, LOUD, packed, random_batch, tiny_model
 
 LORA = Lora(rank=4, alpha=8)
@@ -72,6 +73,20 @@ def test_only_the_layers_that_are_named_get_one() -> None:
     assert layers == {"q_proj", "v_proj"}
     with pytest.raises(ValueError, match="no_such_layer"):
         add_adapters(tiny_model(), Lora(targets=("no_such_layer",)), seed=0)
+
+
+def test_what_is_published_as_adapters_is_what_was_trained_by_the_names_of_peft() -> None:
+    model, _ = trained()
+    assert published_parameters(Model(path=Path("m"), lora=LORA)) is plain_parameters
+    adapters = LORA.model_copy(update={"publish": "adapters"})
+    published = Ranks().gather(model, published_parameters(Model(path=Path("m"), lora=adapters)))
+    own = trained_parameters(model)
+    assert [name.removeprefix("base_model.model.") for name in published] == [
+        name.replace(".default", "") for name in own
+    ]
+    for tensor, parameter in zip(published.values(), own.values(), strict=True):
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, parameter) and tensor.any()
+    assert published["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape[0] == LORA.rank
 
 
 def test_a_checkpoint_holds_the_adapters_resumes_exactly_and_merges_into_a_plain_model(tmp_path: Path) -> None:
