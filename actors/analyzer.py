@@ -82,6 +82,7 @@ class Analyzer:
             run_dir.initial_model(topology),
             max_context_tokens=topology.analysis.max_context_tokens,
             version=first_version(topology),
+            lora=topology.model.served_adapters,
         )
         context.pulse.step()
         self._weights: WeightReceiver | None = None

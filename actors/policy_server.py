@@ -43,6 +43,7 @@ class PolicyServer:
             max_waiting=_most_requests(topology),
             max_context_tokens=topology.rollout.max_context_tokens + MAX_CONTEXT_SLACK_TOKENS,
             version=-1,
+            lora=topology.model.served_adapters,
         )
         context.pulse.step()
         self._weights = open_receiver(context, "policy")

@@ -58,7 +58,13 @@ class WeightLoader:
         self.version = manifest.version
         self._receiver.acknowledge(manifest)
         self._metrics.gauge("policy_version").set(manifest.version)
-        self._log.info("weights loaded", version=manifest.version, digest=manifest.digest, canary_gap_nats=gap_nats)
+        self._log.info(
+            "weights loaded",
+            version=manifest.version,
+            num_bytes=manifest.num_bytes,
+            digest=manifest.digest,
+            canary_gap_nats=gap_nats,
+        )
         return True
 
     def _gap_nats(self, manifest: WeightsManifest) -> float | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from seed_async.ports import StreamingEngine
 from seed_async.text import ChatTokenizer
+from seed_async.topology import Lora
 from seed_async.topology_roles import EngineRole
 
 VLLM_REQUIRED = {
@@ -36,12 +37,18 @@ def prepare_vllm(threads: int) -> None:
 
 
 def open_engine(
-    settings: EngineRole, model: Path, *, max_context_tokens: int, max_waiting: int = 1024, version: int = 0
+    settings: EngineRole,
+    model: Path,
+    *,
+    max_context_tokens: int,
+    max_waiting: int = 1024,
+    version: int = 0,
+    lora: Lora | None = None,
 ) -> StreamingEngine:
     """Load the checkpoint folder `model` into the engine of a role; its weights are called `version`.
 
-    The folder's tokenizer finds stop strings, its image processor makes pixels. Raises ValueError when the installed
-    vLLM is for another device.
+    With `lora` later versions are adapters of this model, else whole models. The folder's tokenizer finds stop strings,
+    its image processor makes pixels. Raises ValueError when the installed vLLM is for another device.
     """
     open_stream = ChatTokenizer.load(model).text_stream
     if settings.engine == "vllm":
@@ -60,12 +67,13 @@ def open_engine(
             options=settings.vllm,
             version=version,
             open_stream=open_stream,
+            lora=lora,
         )
     from seed_async.actors.engines.images import open_reader
     from seed_async.actors.engines.torch_engine import TorchEngine, load_model
 
     return TorchEngine(
-        load_model(model, device=settings.device),
+        load_model(model, device=settings.device, lora=lora),
         max_slots=settings.max_slots,
         max_context_tokens=max_context_tokens,
         max_waiting=max_waiting,

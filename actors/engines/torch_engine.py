@@ -33,7 +33,9 @@ from seed_async.actors.engines.sampling import draw_tokens
 from seed_async.actors.engines.slots import SlotTable
 from seed_async.actors.engines.stopping import StopStrings
 from seed_async.actors.engines.vision import Vision, takes_images
+from seed_async.adapters import adapter_parameters, add_adapters
 from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampled, Sampling, TextStream
+from seed_async.topology import Lora
 
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature above 0: logits divided by much less overflow float32."""
@@ -42,10 +44,13 @@ VISION_ATTENTION = {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 """Of a vision model only the language model attends over slots."""
 
 
-def load_model(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
+def load_model(
+    path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", lora: Lora | None = None
+) -> PreTrainedModel:
     """Load a Hugging Face causal language model from a local folder with the engine's attention, for inference.
 
-    With its vision tower, if it has one. Raises ValueError for a vision model that is not known here.
+    With its vision tower, if it has one. With `lora` it gets adapters, which change nothing yet, and versions are those
+    of the adapters. Raises ValueError for a vision model that is not known here.
     """
     register_slotted_attention()
     sees = takes_images(AutoConfig.from_pretrained(path, local_files_only=True))
@@ -53,6 +58,8 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
     model: PreTrainedModel = auto_class.from_pretrained(
         path, local_files_only=True, dtype=dtype, attn_implementation=VISION_ATTENTION if sees else ATTENTION_NAME
     )
+    if lora is not None:
+        add_adapters(model, lora, seed=0)
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # the library's decorator hides the signature
     return model
@@ -81,6 +88,7 @@ class TorchEngine:
         config = model.config.get_text_config()
         _check_model(config)
         self._model, self._decoder = model, getattr(model.base_model, "language_model", model.base_model)
+        self._parameters = adapter_parameters(model) or dict(model.named_parameters())
         self._head: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._cache = SlotCache(config, max_slots, max_context_tokens, model)
         self._table = SlotTable(max_slots, max_context_tokens, images=images is not None)
@@ -132,14 +140,16 @@ class TorchEngine:
         return finished
 
     def load_weights(self, version: int, tensors: Mapping[str, np.ndarray], *, rollback: bool = False) -> None:
-        """Replace all weights between two steps and forget every cached key and value; see `ports.Engine`."""
+        """Replace all weights, or all adapters of a model that has some, between two steps; see `ports.Engine`.
+
+        Every cached key and value is forgotten.
+        """
         if version <= self._version and not rollback:
             raise ValueError(f"version {version} is not newer than the present {self._version}")
-        parameters = dict(self._model.named_parameters())
-        check_tensors(parameters, tensors)
+        check_tensors(self._parameters, tensors)
         with torch.no_grad():
             for name, tensor in as_torch(tensors):
-                parameters[name].copy_(tensor)
+                self._parameters[name].copy_(tensor)
         self._table.cached[:] = 0
         if self._vision is not None:
             self._vision.forget_all()

@@ -11,7 +11,7 @@ the queue's work as in the torch engine. The queue hands over no more than `max_
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,13 @@ from seed_async.actors.engines.images import MAX_IMAGES, decode_image, open_read
 from seed_async.actors.engines.published import check_tensors
 from seed_async.actors.engines.queueing import Request, RequestQueue
 from seed_async.actors.engines.stopping import StopStrings
+from seed_async.actors.engines.vllm_adapters import SERVED, AdapterSender, adapter_args, no_adapters
 from seed_async.actors.engines.vllm_cpu import WORKER as CPU_WORKER
 from seed_async.actors.engines.vllm_scoring import SoloScorer
-from seed_async.actors.engines.vllm_weights import ARRAYS, open_sender
+from seed_async.actors.engines.vllm_weights import ARRAYS, WeightSender, open_sender
+from seed_async.adapters import adapter_parameters, add_adapters
 from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampled, Sampling, TextStream
+from seed_async.topology import Lora
 from seed_async.topology_roles import VllmOptions
 from seed_async.weights.canary import PROMPT_TOKENS, RESPONSE_TOKENS
 
@@ -87,11 +90,13 @@ class VllmEngine:
         version: int = 0,
         array_transfer: str = ARRAYS,
         open_stream: Callable[[], TextStream] | None = None,
+        lora: Lora | None = None,
     ) -> None:
         """Load the checkpoint folder `path`; `max_slots` requests run at once, as far as the KV cache holds them.
 
-        `array_transfer` names the transfer engine behind `weight_transfer: arrays`. Raises ValueError when a single
-        context does not fit into the KV cache, and for a model whose attention heads vLLM has no CPU kernel for.
+        `array_transfer` names the transfer engine behind `weight_transfer: arrays`. With `lora` versions are adapters
+        of this checkpoint, which change nothing until the first is loaded. Raises ValueError when a single context does
+        not fit into the KV cache, and for a model whose attention heads vLLM has no CPU kernel for.
         """
         options = options or VllmOptions()
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -99,14 +104,22 @@ class VllmEngine:
         auto_class = AutoModelForCausalLM if self._reader is None else AutoModelForImageTextToText
         with torch.device("meta"):
             model = auto_class.from_config(config, dtype=getattr(torch, options.dtype))  # type: ignore[no-untyped-call]
+            if lora is not None:
+                add_adapters(model, lora, seed=0)
         _check_heads(model.config.get_text_config())
-        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self._parameters: Mapping[str, torch.Tensor] = adapter_parameters(model) or dict(model.named_parameters())
         text = config.get_text_config()
         context = min(max_context_tokens, getattr(text, "max_position_embeddings", max_context_tokens))
-        engine_args = _engine_args(path, max_slots, context, options, array_transfer, images=self._reader is not None)
-        self._engine = LLMEngine.from_engine_args(engine_args)
-        self._sender = open_sender(self._engine, options)
-        self._scorer = SoloScorer(self._engine)
+        args = _engine_args(path, max_slots, context, options, array_transfer, images=self._reader is not None)
+        if lora is None:
+            self._engine = LLMEngine.from_engine_args(args)
+            self._sender: WeightSender = open_sender(self._engine, options)
+        else:
+            self._engine = LLMEngine.from_engine_args(replace(args, **adapter_args(lora, model)))
+            self._sender = AdapterSender(self._engine, lora)
+            self._sender.send(version, no_adapters(self._parameters))
+        self._adapter = None if lora is None else SERVED
+        self._scorer = SoloScorer(self._engine, self._adapter)
         # The first log-probs compile what finds them, for seconds: now, while the process is still given time to start.
         self._scorer.score([0] * (SCORED_TOKENS - 1))
         self._max_slots, self._context, self._version = max_slots, context, version
@@ -163,9 +176,9 @@ class VllmEngine:
         return Sampled(np.array(running.token_ids, dtype=np.int32), np.array(running.logprobs, dtype=np.float32))
 
     def load_weights(self, version: int, tensors: Mapping[str, np.ndarray], *, rollback: bool = False) -> None:
-        """Replace all weights between two steps and forget every cached key and value; see `ports.Engine`.
+        """Replace all weights, or all adapters, between two steps and forget every cached key and value.
 
-        Tensors have the engine's dtype, or float32, which is rounded to it.
+        See `ports.Engine`. Tensors have the engine's dtype, or float32, which is rounded to it.
         """
         if version <= self._version and not rollback:
             raise ValueError(f"version {version} is not newer than the present {self._version}")
@@ -229,7 +242,7 @@ class VllmEngine:
                 "prompt_token_ids": self._reader.compact(request.prompt).tolist(),
                 "multi_modal_data": {"image": [decode_image(image.content) for image in request.images]},
             }
-        internal_id = self._engine.add_request(request.request_id, prompt, params)
+        internal_id = self._engine.add_request(request.request_id, prompt, params, lora_request=self._adapter)
         self._running[request.request_id] = _Running(request, internal_id)
         self._stops.watch(request.request_id, sampling.stop)
 

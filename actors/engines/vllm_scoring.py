@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from vllm import LLMEngine, SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import PromptLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
@@ -32,9 +33,12 @@ _PARAMS = SamplingParams(
 class SoloScorer:
     """Runs one request of an engine by itself."""
 
-    def __init__(self, engine: LLMEngine) -> None:
-        """Find the scheduler. Raises RuntimeError where it is not what this was written for."""
-        self._engine, self._scheduler = engine, _find_scheduler(engine)
+    def __init__(self, engine: LLMEngine, adapter: LoRARequest | None = None) -> None:
+        """Find the scheduler. Raises RuntimeError where it is not what this was written for.
+
+        `adapter` is what the engine's other requests name too.
+        """
+        self._engine, self._adapter, self._scheduler = engine, adapter, _find_scheduler(engine)
 
     @property
     def num_running(self) -> int:
@@ -64,7 +68,9 @@ class SoloScorer:
     def _run(self, ids: Sequence[int]) -> PromptLogprobs:
         """Step until the only request has ended."""
         try:
-            internal_id = self._engine.add_request(REQUEST_ID, {"prompt_token_ids": list(ids)}, _PARAMS)
+            internal_id = self._engine.add_request(
+                REQUEST_ID, {"prompt_token_ids": list(ids)}, _PARAMS, lora_request=self._adapter
+            )
         except VLLMValidationError as error:  # which is no ValueError
             raise ValueError(f"{len(ids)} tokens cannot be scored: {error}") from error
         try:

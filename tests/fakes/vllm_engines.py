@@ -50,7 +50,7 @@ def scorer_of(engine: VllmEngine, *, stumbles: bool = False) -> SoloScorer:
     return SoloScorer(Stumbles(engine._engine) if stumbles else engine._engine)
 
 
-def open_variant(variant: Variant, folder: Path, *, options: VllmOptions, **limits: int) -> VllmEngine:
+def open_variant(variant: Variant, folder: Path, *, options: VllmOptions, **limits: Any) -> VllmEngine:
     """Open an engine on a checkpoint folder."""
     transfer = NOT_REFRESHED if variant == "keeps packed head" else ARRAYS
     if transfer == NOT_REFRESHED and NOT_REFRESHED not in WeightTransferEngineFactory._registry:

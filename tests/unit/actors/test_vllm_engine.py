@@ -16,13 +16,21 @@ from seed_async.actors.weight_loader import WeightLoader
 from seed_async.messages import Canary
 from seed_async.metrics import Metrics
 from seed_async.ports import Engine, Generation, RequestRefusedError, Sampling
+from seed_async.topology import Lora
 from seed_async.topology_roles import Policy, VllmOptions
 from seed_async.weights import SegmentSource, SegmentStore, WeightReceiver
 from seed_async.weights.canary import canary_gap_nats, canary_text
 from tests.fakes.chat import save_tokenizer
 from tests.fakes.weight_link import HeardLink
 from tests.reference.engines import HEAD_DIM, drain, make_prompts, needs_vllm
-from tests.reference.generate_reference import VOCABULARY, plain_twin, score_reference, tiny_model, weights_of
+from tests.reference.generate_reference import (
+    VOCABULARY,
+    add_random_adapters,
+    plain_twin,
+    score_reference,
+    tiny_model,
+    weights_of,
+)
 
 pytestmark = needs_vllm
 CONTEXT = 1600
@@ -58,12 +66,22 @@ def opened():
 
 @pytest.fixture(scope="module")
 def open_vllm(folders, opened):
-    """Opens engines, once each; a test finds one idle, without a prefix, at the weights of seed 0."""
+    """Opens engines, once each; a test finds one idle, without a prefix, at the weights of seed 0.
+
+    One with adapters is for one test.
+    """
     prepare_vllm(threads=1)
     from tests.fakes.vllm_engines import open_variant
 
-    def open_one(variant: str = "whole", *, tied: bool = False, max_slots: int = NUM_SLOTS, **options) -> Engine:
-        key = (variant, tied, max_slots, *options.items())
+    def open_one(
+        variant: str = "whole",
+        *,
+        tied: bool = False,
+        max_slots: int = NUM_SLOTS,
+        lora: Lora | None = None,
+        **options,
+    ) -> Engine:
+        key = (variant, tied, max_slots, lora, *options.items())
         if key not in opened:
             opened[key] = open_variant(
                 variant,
@@ -71,8 +89,10 @@ def open_vllm(folders, opened):
                 max_slots=max_slots,
                 max_context_tokens=CONTEXT,
                 options=VllmOptions(**{"kv_cache_gib": 1 / 16, **options}),
+                lora=lora,
             )
         else:
+            assert lora is None
             drain(opened[key])
             opened[key].load_weights(opened[key].health().version + 1, weights_of(model(tied=tied)))
         return opened[key]
@@ -150,23 +170,32 @@ def test_draws_follow_the_distribution(open_vllm):
     assert statistic < likely.sum() + 4 * np.sqrt(2 * likely.sum())  # chi-squared: mean k, variance 2k
 
 
-def update_in_flight(engine: Engine, *, tied: bool = False) -> tuple[float, float]:
-    """Change the weights while 32 requests run; the largest log-prob gap before the change and after it.
+def update_in_flight(
+    engine: Engine, *, tied: bool = False, lora: Lora | None = None, num_slots: int = NUM_SLOTS
+) -> tuple[float, float]:
+    """Change the weights while requests run in all slots; the largest log-prob gap before the change and after it.
 
     Every request must end, whole, with its border exactly there.
     """
-    prompts = make_prompts(*np.random.default_rng(1).integers(3, 120, NUM_SLOTS).tolist(), seed=1)
-    version, twins = engine.health().version, [plain_twin(model(seed, tied=tied)) for seed in (0, 1)]
+    prompts = make_prompts(*np.random.default_rng(1).integers(3, 120, num_slots).tolist(), seed=1)
+    if lora is None:
+        twins = [plain_twin(model(seed, tied=tied)) for seed in (0, 1)]
+        new = weights_of(model(1, tied=tied))
+    else:
+        twins = [plain_twin(model(tied=tied)) for _ in range(2)]
+        old, new = (add_random_adapters(twin, lora, seed) for seed, twin in enumerate(twins))
+        engine.load_weights(engine.health().version + 1, old)
+    version = engine.health().version
     for index, prompt in enumerate(prompts):
         engine.submit(str(index), prompt, Sampling(temperature=1.0, max_new_tokens=20, seed=index), "act")
     finished: dict[str, Generation] = {}
     for _ in range(8):
         finished.update((each.request_id, each) for each in engine.step())
-    assert finished == {} and engine.health().running == NUM_SLOTS
+    assert finished == {} and engine.health().running == num_slots
     sampled_before = engine.health().generated_tokens
-    engine.load_weights(version + 1, weights_of(model(1, tied=tied)))
+    engine.load_weights(version + 1, new)
     finished = drain(engine)
-    assert finished.keys() == {str(index) for index in range(NUM_SLOTS)}
+    assert finished.keys() == {str(index) for index in range(num_slots)}
     gaps: list[list[float]] = [[], []]
     num_before = 0
     for index, prompt in enumerate(prompts):
@@ -178,7 +207,7 @@ def update_in_flight(engine: Engine, *, tied: bool = False) -> tuple[float, floa
         assert np.abs(scores[0] - scores[1]).max() > 0.1
         for gap, part, score in zip(gaps, (slice(0, border), slice(border, 20)), scores, strict=True):
             gap.append(np.abs(done.logprobs[part] - score[part]).max())
-    assert num_before == sampled_before - engine.health().generated_tokens + 20 * NUM_SLOTS
+    assert num_before == sampled_before - engine.health().generated_tokens + 20 * num_slots
     return max(gaps[0]), max(gaps[1])
 
 
@@ -186,6 +215,40 @@ def update_in_flight(engine: Engine, *, tied: bool = False) -> tuple[float, floa
 def test_tokens_around_a_weight_load_match_the_weights_of_their_version(open_vllm, tied):
     before, after = update_in_flight(open_vllm(tied=tied), tied=tied)
     assert before < TOLERANCE and after < TOLERANCE
+
+
+@pytest.mark.parametrize("lora", [Lora(rank=5, alpha=10), Lora(rank=8, targets=("q_proj", "down_proj"))])
+def test_tokens_around_new_adapters_match_those_of_their_version(open_vllm, lora):
+    """All linear layers, or one of three that vLLM packs; a rank that vLLM has no room of the size for."""
+    engine = open_vllm(tied=True, max_slots=8, lora=lora)
+    before, after = update_in_flight(engine, tied=True, lora=lora, num_slots=8)
+    assert before < TOLERANCE and after < TOLERANCE
+    twin = plain_twin(model(tied=True))
+    engine.load_weights(engine.health().version + 1, add_random_adapters(twin, lora, seed=2))
+    assert np.abs(engine.score(*CANARY) - score_reference(twin, *CANARY)).max() < TOLERANCE
+    with pytest.raises(KeyError, match=r"lora_A.*embed_tokens"):
+        engine.load_weights(9, weights_of(model(tied=True)))
+
+
+@pytest.mark.parametrize("adapters", [(1, 1, 1, 1, 1), (2, 2, 2, 2, 2), (1, 1, 1, 2, 2)])
+def test_tokens_of_one_adapter_and_of_two_get_what_vllms_own_products_give_them(adapters):
+    prepare_vllm(threads=1)
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from seed_async.actors.engines.vllm_cpu import OneAdapterWrapper
+
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 6), torch.randn(5, 7)
+    down, up = [torch.randn(2, 1, 3, 6) for _ in range(2)], [torch.randn(2, 1, size, 3) for size in (4, 3)]
+    outputs = []
+    for kind in (PunicaWrapperCPU, OneAdapterWrapper):
+        wrapper, output = kind(16, 8, "cpu"), y.clone()
+        wrapper.update_metadata(LoRAMapping(adapters, adapters, is_prefill=True), [1, 2], 3, VOCABULARY)
+        wrapper.add_lora_linear(output, x, tuple(down), tuple(up), 0.5, (4, 3))
+        outputs.append(output)
+    torch.testing.assert_close(*outputs)
+    assert (outputs[0] != y).all()
 
 
 def test_without_emptying_the_cache_tokens_would_come_from_two_versions(open_vllm):

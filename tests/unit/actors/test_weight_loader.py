@@ -12,12 +12,13 @@ import structlog
 import torch
 from prometheus_client import generate_latest
 
-from seed_async.actors.engines.torch_engine import TorchEngine
+from seed_async.actors.engines.torch_engine import TorchEngine, load_model
 from seed_async.actors.weight_loader import EngineBrokenError, WeightLoader
 from seed_async.learner.scoring import load_policy, score_canary
 from seed_async.messages import Canary
 from seed_async.metrics import Metrics
 from seed_async.ports import Engine, EngineHealth, Sampling
+from seed_async.topology import Lora
 from seed_async.transport import Client, Server
 from seed_async.weights import (
     Deadlines,
@@ -32,6 +33,7 @@ from seed_async.weights.control_zmq import ZmqControl, ZmqLink
 from tests.fakes.engines import ForgetsATensor, RuinsATensor
 from tests.reference.generate_reference import (
     VOCABULARY,
+    add_random_adapters,
     greedy_reference,
     plain_twin,
     score_reference,
@@ -252,6 +254,28 @@ def test_an_engine_that_is_wrong_even_with_the_old_weights_ends_its_process(setu
     while served.error is None and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert isinstance(served.error, EngineBrokenError) and "policy-0 went back from version 1 to 0" in str(served.error)
+
+
+def test_refused_adapters_are_replaced_by_those_in_service(setup: Setup, tmp_path: Path) -> None:
+    """The base weights are never touched."""
+    lora, text = Lora(rank=3), canary_text(VOCABULARY)
+    tiny_model().save_pretrained(tmp_path)
+    models = [load_policy(tmp_path) for _ in range(2)]
+    versions = [add_random_adapters(model, lora, seed) for seed, model in enumerate(models)]
+    canary = score_canary(models[0], "float32")
+    engine = TorchEngine(load_model(tmp_path, lora=lora), max_slots=1, max_context_tokens=64, version=-1)
+    served = setup.serve(engine)
+    setup.publisher.publish(0, versions[0], canary)
+    setup.publisher.wait_acknowledged(0, "policy", 1, WAIT_S)
+    setup.publisher.publish(1, versions[1], canary)
+    with pytest.raises(WeightsRefusedError):
+        setup.publisher.wait_acknowledged(1, "policy", 1, WAIT_S)
+    served.stop()
+    assert served.loader.version == engine.health().version == 0
+    assert canary_gap_nats(canary.logprobs, engine.score(*text)) < 1e-5
+    engine.load_weights(1, versions[1])
+    assert canary_gap_nats(score_canary(models[1], "float32").logprobs, engine.score(*text)) < 1e-5
+    assert canary_gap_nats(canary.logprobs, engine.score(*text)) > 0.1
 
 
 class CannotScore:
