@@ -12,7 +12,7 @@ class AnalysisQueue:
     def __init__(self) -> None:
         """Nobody waits."""
         self._waiting: OrderedDict[str, Member] = OrderedDict()
-        self._claimed: dict[str, Member] = {}
+        self._claimed: dict[str, tuple[Member, float]] = {}
 
     def __len__(self) -> int:
         """Members that wait or are with an analyzer."""
@@ -24,16 +24,15 @@ class AnalysisQueue:
 
     def claim(self, max_jobs: int, retry_s: float, now_s: float) -> tuple[Trajectory, ...]:
         """Hand out the oldest ones. A claim that stays unanswered for `retry_s` is offered again, before all others."""
-        for trajectory_id, member in reversed(list(self._claimed.items())):
-            if member.claimed_at_s is not None and now_s - member.claimed_at_s > retry_s:
+        for trajectory_id, (member, claimed_at_s) in reversed(list(self._claimed.items())):
+            if now_s - claimed_at_s > retry_s:
                 del self._claimed[trajectory_id]
                 self._waiting[trajectory_id] = member
                 self._waiting.move_to_end(trajectory_id, last=False)
         jobs: list[Trajectory] = []
         while self._waiting and len(jobs) < max_jobs:
             trajectory_id, member = self._waiting.popitem(last=False)
-            member.claimed_at_s = now_s
-            self._claimed[trajectory_id] = member
+            self._claimed[trajectory_id] = (member, now_s)
             jobs.append(member.trajectory)
         return tuple(jobs)
 
@@ -42,7 +41,9 @@ class AnalysisQueue:
 
         Whoever answers first: a slow analyzer's answer counts although its claim was taken back.
         """
-        return self._claimed.get(trajectory_id) or self._waiting.get(trajectory_id)
+        if trajectory_id in self._claimed:
+            return self._claimed[trajectory_id][0]
+        return self._waiting.get(trajectory_id)
 
     def end(self, member: Member) -> None:
         """Wait for a member no more."""

@@ -67,7 +67,6 @@ class GroupBuffer:
         self._tasks_digest = ""
         before = recovered or Recovered()
         self._note, self._ledger = note, Ledger(self._bound, on_fate, note, before)
-        self._counts = self._ledger.counts
         self._tasks = TaskOrder(topology.run.seed, before.cursor, before.replay, before.quarantined)
         self._group_numbers = count(before.num_groups)
         self._lease_numbers = count(before.counts["leased"])
@@ -86,7 +85,7 @@ class GroupBuffer:
         self._expected = -1
         self.version = -1
         if recovered is not None:
-            self._end_what_was_open(recovered)
+            self._ledger.reopen(recovered)
 
     # Actors ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +143,7 @@ class GroupBuffer:
                 seed=self._seed(group, member),
             )
             self._held[lease.lease_id] = _Held(lease, actor, incarnation, now_s)
-            self._note(
+            self._ledger.book(
                 "leased",
                 lease=lease.lease_id,
                 group=group_id,
@@ -152,20 +151,17 @@ class GroupBuffer:
                 task=group.task_index,
                 incarnation=incarnation,
             )
-            self._counts["leased"] += 1
             leases.append(lease)
         return tuple(leases)
 
     def submit(self, trajectory: Trajectory, now_s: float) -> tuple[AckStatus, str]:
         """Take over a finished trajectory; returns its status and, for a refusal, what is wrong with it."""
         if trajectory.trajectory_id in self._seen:
-            self._counts["duplicate"] += 1
-            self._note("duplicate", trajectory=trajectory.trajectory_id)
+            self._ledger.book("duplicate", trajectory=trajectory.trajectory_id)
             return "duplicate", ""
         held = self._held.get(trajectory.lease_id)
         if held is None or held.incarnation != trajectory.incarnation:
-            self._counts["fenced"] += 1
-            self._note("fenced", lease=trajectory.lease_id, trajectory=trajectory.trajectory_id)
+            self._ledger.book("fenced", lease=trajectory.lease_id, trajectory=trajectory.trajectory_id)
             return "fenced", "the lease is no longer held by this incarnation"
         # A policy server may serve the next version before the learner has heard of all acknowledgements.
         newest = max(self.version + 1, self._expected)
@@ -173,11 +169,12 @@ class GroupBuffer:
         if (trajectory.group_id, trajectory.member) != (held.lease.group_id, held.lease.member):
             fault = "another group or member than the lease's"
         if fault:
-            self._counts["refused"] += 1
-            self._note("refused", lease=trajectory.lease_id, trajectory=trajectory.trajectory_id, reason=fault)
+            self._ledger.book("refused", lease=trajectory.lease_id, trajectory=trajectory.trajectory_id, reason=fault)
             self._return(trajectory.lease_id, "failed", "its result was refused")
             return "refused", fault
-        self._remember(trajectory.trajectory_id)
+        self._seen[trajectory.trajectory_id] = None
+        if len(self._seen) > MAX_REMEMBERED_IDS:
+            self._seen.popitem(last=False)
         del self._held[trajectory.lease_id]
         self._accept(trajectory, now_s)
         return "accepted", ""
@@ -186,8 +183,7 @@ class GroupBuffer:
         """Return a lease whose episode failed; False when the incarnation does not hold it."""
         held = self._held.get(lease_id)
         if held is None or held.incarnation != incarnation:
-            self._counts["fenced"] += 1
-            self._note("fenced", lease=lease_id)
+            self._ledger.book("fenced", lease=lease_id)
             return False
         self._return(lease_id, "failed", reason)
         return True
@@ -200,7 +196,7 @@ class GroupBuffer:
         for group in self._groups.values():
             for member in group.members.values():
                 if not member.resolved and now_s - member.arrived_at_s > self._topology.analysis.timeout_s:
-                    self._counts["skill_timeout"] += 1
+                    self._ledger.count("skill_timeout")
                     self._resolve(member, Sample(trajectory=member.trajectory, skill=None, skill_reason="timeout"))
 
     # Analyzers -------------------------------------------------------------------------------------------------
@@ -213,10 +209,10 @@ class GroupBuffer:
         """Attach a skill, or the reason why there is none, to its trajectory; a late one is refused."""
         member = self._analyses.find(result.trajectory_id)
         if member is None:
-            self._counts["skill_late"] += 1
+            self._ledger.count("skill_late")
             self._note("late", trajectory=result.trajectory_id)
             return "refused"
-        self._counts["skill_parsed" if result.skill else "skill_unparsed"] += 1
+        self._ledger.count("skill_parsed" if result.skill else "skill_unparsed")
         reason = "" if result.skill else (result.reason or "unparsed")
         self._resolve(member, Sample(trajectory=member.trajectory, skill=result.skill, skill_reason=reason))
         return "accepted"
@@ -246,7 +242,12 @@ class GroupBuffer:
         # Asking for this one says that all before are done, or lost with a learner: their places are used up or free.
         self._last_taken, self._handed_out = version - 1, ()
         choice = choose_groups(
-            self._groups, self._complete, self._bound, self._topology.staleness.on_stale, version, self.version
+            self._groups,
+            self._complete,
+            self._bound,
+            self._topology.staleness.on_stale,
+            version=version,
+            present_version=self.version,
         )
         for key in choice.stale:
             self._drop_stale(self._groups[key], version)
@@ -259,7 +260,7 @@ class GroupBuffer:
             self._forget(group)
         if not samples:
             return ()
-        self._counts["masked_batches"] += not trained_tokens
+        self._ledger.count("masked_batches", by=not trained_tokens)
         self._last_taken, self._handed_out = version, tuple(samples)
         return self._handed_out
 
@@ -297,22 +298,11 @@ class GroupBuffer:
 
     # Internals -------------------------------------------------------------------------------------------------
 
-    def _end_what_was_open(self, recovered: Recovered) -> None:
-        """End the leases and trajectories that died with the buffer before; their games are in `replay`."""
-        self._note("reopened")
-        for lease in recovered.open_leases:
-            self._counts["returned"] += 1
-            self._note("returned", lease=lease, reason="restart")
-        for trajectory, entry in recovered.open_trajectories.items():
-            self._ledger.dropped["restart"] += 1
-            self._note("dropped", trajectory=trajectory, group=entry.group, member=entry.member, reason="restart")
-
     def _settle_doubt(self, version: int) -> None:
         """Name what is lost: a learner that asks for the same update again never had the batch of the buffer before."""
         if version == self._last_taken:
             for trajectory in self._in_doubt:
-                self._counts["lost"] += 1
-                self._note("lost", trajectory=trajectory, version=version, reason="restart")
+                self._ledger.book("lost", trajectory=trajectory, version=version, reason="restart")
         self._in_doubt = ()
 
     def _seed(self, group: Group, member: int) -> int:
@@ -362,14 +352,13 @@ class GroupBuffer:
             return Sample(trajectory=trajectory, skill=None, skill_reason="method")
         text = self._library.skill(trajectory.task_type)
         if text is None:
-            self._counts["skill_missing"] += 1
+            self._ledger.count("skill_missing")
             return Sample(trajectory=trajectory, skill=None, skill_reason="no_entry")
         return Sample(trajectory=trajectory, skill=Skill(episode_summary="", episode_skill=text, version=-1))
 
     def _return(self, lease_id: str, how: Literal["returned", "failed"], reason: str) -> None:
         held = self._held.pop(lease_id)
-        self._counts[how] += 1
-        self._note(how, lease=lease_id, reason=reason)
+        self._ledger.book(how, lease=lease_id, reason=reason)
         group, member = self._groups[held.lease.group_id], held.lease.member
         group.leased_at.pop(member, None)
         group.tries[member] += how == "failed"
@@ -385,8 +374,7 @@ class GroupBuffer:
             self._ledger.drop(member.sample, "failed_group", self.version)
         for lease_id in [key for key, held in self._held.items() if held.lease.group_id == group.group_id]:
             del self._held[lease_id]
-            self._counts["returned"] += 1
-            self._note("returned", lease=lease_id, reason="its group failed")
+            self._ledger.book("returned", lease=lease_id, reason="its group failed")
         self._vacant = deque(item for item in self._vacant if item[0] != group.group_id)
         self._forget(group)
 
@@ -413,8 +401,3 @@ class GroupBuffer:
         if group.group_id in self._complete:
             self._complete.remove(group.group_id)
         del self._groups[group.group_id]
-
-    def _remember(self, trajectory_id: str) -> None:
-        self._seen[trajectory_id] = None
-        if len(self._seen) > MAX_REMEMBERED_IDS:
-            self._seen.popitem(last=False)

@@ -1,4 +1,4 @@
-"""A group as the buffer holds it, and which groups make the batch of an update. Pure: nothing here is ever notified."""
+"""A group as the buffer holds it, and which groups make the batch of an update. No journal, no clock."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from seed_async.topology import OnStale
 
 @dataclass
 class Member:
-    """A finished member. `resolved`: no skill is waited for any more; `sample` then says why there is none."""
+    """A finished member. `resolved`: no skill is waited for; `sample` then has it, or the reason why there is none."""
 
     trajectory: Trajectory
     num_bytes: int
@@ -20,7 +20,6 @@ class Member:
     arrived_at_s: float
     sample: Sample
     resolved: bool
-    claimed_at_s: float | None = None
 
 
 @dataclass
@@ -55,14 +54,14 @@ class Group:
         """The finished members by their number."""
         return [self.members[number] for number in sorted(self.members)]
 
-    def deadline(self, bound: StalenessBound, version: int) -> int:
+    def deadline(self, bound: StalenessBound, present_version: int) -> int:
         """The last version from which the whole group may be trained, as far as is known now; it never comes nearer.
 
-        `version` is the present one, under which a vacant member would be granted.
+        A vacant member would be granted under `present_version`.
         """
         played = [member.oldest_version for member in self.members.values()]
         vacant = self.size - len(played) - len(self.leased_at)
-        return bound.deadline(min([*played, *self.leased_at.values(), *[version] * (vacant > 0)]))
+        return bound.deadline(min([*played, *self.leased_at.values(), *[present_version] * (vacant > 0)]))
 
 
 class BatchChoice(NamedTuple):
@@ -77,8 +76,9 @@ def choose_groups(
     complete: Iterable[str],
     bound: StalenessBound,
     on_stale: OnStale,
+    *,
     version: int,
-    present: int,
+    present_version: int,
 ) -> BatchChoice:
     """Choose the groups of the update from `version`; `complete` are ids in the order of completion.
 
@@ -87,7 +87,7 @@ def choose_groups(
     that missed a version), the earliest deadline goes first, and a group that would become too old is waited for.
     """
     ready = [key for key in complete if groups[key].resolved]
-    deadlines = {key: group.deadline(bound, present) for key, group in groups.items()}
+    deadlines = {key: group.deadline(bound, present_version) for key, group in groups.items()}
     stale = tuple(key for key in ready if deadlines[key] < version) if on_stale != "mask" else ()
     ready = [key for key in ready if key not in stale]
     if len(ready) < bound.groups_per_update:

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Literal, Unpack
 
 import numpy as np
 
-from seed_async.journal import Note
+from seed_async.journal import Event, Fields, Note
 from seed_async.learner.recovery import Recovered
 from seed_async.messages import Sample, Trajectory
 from seed_async.staleness import StalenessBound
@@ -24,16 +24,33 @@ class Ledger:
 
     def __init__(self, bound: StalenessBound, on_fate: OnFate, note: Note, before: Recovered) -> None:
         """Go on from `before`."""
-        self._bound, self._on_fate, self.note = bound, on_fate, note
+        self._bound, self._on_fate, self._note = bound, on_fate, note
         self._trained_ages = Counter(before.ages)
         self._bias = before.bias
-        self.counts = Counter(before.counts)
-        self.dropped = Counter(before.dropped)
+        self._counts = Counter(before.counts)
+        self._dropped = Counter(before.dropped)
+
+    def reopen(self, before: Recovered) -> None:
+        """End the leases and trajectories that died with the buffer before; their games are in `before.replay`."""
+        self._note("reopened")
+        for lease in before.open_leases:
+            self.book("returned", lease=lease, reason="restart")
+        for trajectory, entry in before.open_trajectories.items():
+            self._dropped["restart"] += 1
+            self._note("dropped", trajectory=trajectory, group=entry.group, member=entry.member, reason="restart")
+
+    def book(self, event: Event, **fields: Unpack[Fields]) -> None:
+        """Count an event and write it to the journal."""
+        self._counts[event] += 1
+        self._note(event, **fields)
+
+    def count(self, figure: str, by: int = 1) -> None:
+        """Count something that the journal holds in other words."""
+        self._counts[figure] += by
 
     def accept(self, trajectory: Trajectory, skill_reason: str) -> None:
         """Book a finished trajectory."""
-        self.counts["accepted"] += 1
-        self.note(
+        self.book(
             "accepted",
             lease=trajectory.lease_id,
             trajectory=trajectory.trajectory_id,
@@ -54,11 +71,11 @@ class Ledger:
         versions = sample.trajectory.versions
         young = versions[self._bound.admits_tokens(version, versions)]
         masked = versions.size - young.size
-        self.counts["trained"] += 1
-        self.counts["masked_tokens"] += masked
-        self.counts["masked_trajectories"] += not young.size
+        self._counts["trained"] += 1
+        self._counts["masked_tokens"] += masked
+        self._counts["masked_trajectories"] += not young.size
         if masked:
-            self.note(
+            self._note(
                 "masked",
                 trajectory=sample.trajectory.trajectory_id,
                 reason="stale",
@@ -70,7 +87,7 @@ class Ledger:
 
     def drop(self, sample: Sample, fate: Literal["stale", "stale_group", "failed_group"], version: int) -> None:
         """Book an accepted trajectory as dropped."""
-        self.dropped[fate] += 1
+        self._dropped[fate] += 1
         self._end(sample, fate, version)
 
     def leave(self, sample: Sample, version: int) -> None:
@@ -82,13 +99,13 @@ class Ledger:
 
         `running` leases and `buffered` trajectories are still open.
         """
-        counts, accepted, trained = self.counts, self.counts["accepted"], self.counts["trained"]
+        counts, accepted, trained = self._counts, self._counts["accepted"], self._counts["trained"]
         ended_leases = accepted + counts["returned"] + counts["failed"]
         return {
             "accepted": accepted,
             "trained": trained,
             "lost": counts["lost"],
-            "dropped": dict(self.dropped),
+            "dropped": dict(self._dropped),
             "buffered": buffered,
             "duplicate": counts["duplicate"],
             "fenced": counts["fenced"],
@@ -105,7 +122,7 @@ class Ledger:
             "ages": {str(age): number for age, number in sorted(self._trained_ages.items()) if number},
             "masked": {key: counts[f"masked_{key}"] for key in ("tokens", "trajectories", "batches")},
             "bias": self._bias.report(),
-            "balance_ok": accepted == trained + sum(self.dropped.values()) + counts["unused"] + buffered
+            "balance_ok": accepted == trained + sum(self._dropped.values()) + counts["unused"] + buffered
             and counts["leased"] == ended_leases + running,
         }
 
@@ -120,7 +137,7 @@ class Ledger:
         if fate != "unused":
             num_tokens = trajectory.versions.size
             self._bias.add(_seconds(trajectory), num_tokens, trained.size, taken=fate == "trained")
-        self.note(
+        self._note(
             fate if fate in ("trained", "unused") else "dropped",
             trajectory=trajectory.trajectory_id,
             group=trajectory.group_id,

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from itertools import count, islice
 
 from seed_async.topology import Topology
-from seed_async.topology_roles import EngineRole
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable by which the driver shows a process some devices only, numbered anew from 0."""
@@ -27,10 +26,8 @@ def place_gpus(topology: Topology) -> dict[ProcessName, tuple[int, ...]]:
     if needed:
         all_of_them = roles.learner.gpus or tuple(islice(free, needed))
         placed |= {("learner", rank): all_of_them for rank in range(roles.learner.ranks)}
-    engines: list[tuple[str, EngineRole, int]] = [("policy", roles.policy, nccl)]
-    if topology.uses_analyzers:
-        engines.append(("analyzer", roles.analyzers, 0 if topology.pins_analyzer else nccl))
-    for role, settings, to_receive in engines:
+    for role, _, settings in topology.engine_roles:
+        to_receive = 0 if role == "analyzer" and topology.pins_analyzer else nccl
         each, numbers = settings.gpus_each or to_receive, iter(settings.gpus or free)
         if each:
             placed |= {(role, index): tuple(islice(numbers, each)) for index in range(settings.replicas)}
@@ -38,6 +35,9 @@ def place_gpus(topology: Topology) -> dict[ProcessName, tuple[int, ...]]:
 
 
 def visible_devices(gpus: tuple[int, ...], environment: Mapping[str, str]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a child that is given `gpus`, numbers among those that this process sees."""
+    """Return CUDA_VISIBLE_DEVICES for a child that is given `gpus`, numbers among those that this process sees.
+
+    Raises IndexError for a number beyond them, which `check_machine` finds first.
+    """
     own = [name.strip() for name in environment.get(CUDA_VISIBLE_DEVICES, "").split(",") if name.strip()]
     return ",".join(own[number] if own else str(number) for number in gpus)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from seed_async.methods import IDLE_KEYS, MAX_STEP_SKILLS, METHODS_OF_KEY, SKILL_SOURCES, MethodName, SkillSource
 from seed_async.section import NonNegative, Positive, Seconds, Section
-from seed_async.topology_roles import Roles
+from seed_async.topology_roles import EngineRole, Roles
 
 TaskType = Literal[
     "pick_and_place_simple",
@@ -20,8 +20,8 @@ TaskType = Literal[
     "pick_cool_then_place_in_recep",
     "pick_two_obj_and_place",
 ]
-OnStale = Literal["drop", "mask", "wait"]
 RoomKind = Literal["kitchen", "living_room", "bedroom", "bathroom"]
+OnStale = Literal["drop", "mask", "wait"]
 MAX_VLLM_LORA_RANK = 512
 """The largest adapter that vLLM 0.32 has room for."""
 
@@ -425,17 +425,17 @@ class Topology(Section):
     @model_validator(mode="after")
     def _adapters_fit_vllm(self) -> Self:
         lora = self.model.served_adapters
-        for name, role in (("policy", self.roles.policy), ("analyzers", self.roles.analyzers)):
-            if lora is None or role.engine != "vllm":
-                continue
-            if lora.rank > MAX_VLLM_LORA_RANK:
+        if lora is None:
+            return self
+        for _, section, settings in self.engine_roles:
+            if settings.engine == "vllm" and lora.rank > MAX_VLLM_LORA_RANK:
                 raise ValueError(
-                    f"model.lora.publish adapters with roles.{name}.engine vllm takes ranks up to "
+                    f"model.lora.publish adapters with roles.{section}.engine vllm takes ranks up to "
                     f"{MAX_VLLM_LORA_RANK}; model.lora.rank is {lora.rank}"
                 )
-            if role.vllm.weight_transfer != "arrays":
+            if settings.engine == "vllm" and settings.vllm.weight_transfer != "arrays":
                 raise ValueError(
-                    f"roles.{name}.vllm.weight_transfer {role.vllm.weight_transfer} has no effect with "
+                    f"roles.{section}.vllm.weight_transfer {settings.vllm.weight_transfer} has no effect with "
                     "model.lora.publish adapters, which vLLM reads from a file in memory: remove it"
                 )
         return self
@@ -479,9 +479,14 @@ class Topology(Section):
         """weights.canary_tolerance, or what fits the coarsest dtype that learner and engines compute in."""
         if self.weights.canary_tolerance is not None:
             return self.weights.canary_tolerance
-        engines = [self.roles.policy, *([self.roles.analyzers] if self.uses_analyzers else [])]
-        dtypes = {each.vllm.dtype if each.engine == "vllm" else "float32" for each in engines}
+        dtypes = {each.vllm.dtype if each.engine == "vllm" else "float32" for _, _, each in self.engine_roles}
         return 1e-3 if dtypes | {self.roles.learner.dtype} == {"float32"} else 0.5
+
+    @property
+    def engine_roles(self) -> tuple[tuple[str, str, EngineRole], ...]:
+        """The roles of this run that own an engine: role, its section below `roles`, and that section."""
+        policy = ("policy", "policy", self.roles.policy)
+        return (policy, ("analyzer", "analyzers", self.roles.analyzers)) if self.uses_analyzers else (policy,)
 
     @property
     def skill_source(self) -> SkillSource:

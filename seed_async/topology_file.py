@@ -16,6 +16,7 @@ from seed_async.devices import num_cuda_devices
 from seed_async.placement import place_gpus
 from seed_async.skill_library import SkillLibraryError, library_of
 from seed_async.topology import Topology
+from seed_async.topology_roles import EngineRole, Learner
 from seed_async.user_files import read_user_text
 
 KeyPath = tuple[str | int, ...]
@@ -205,25 +206,26 @@ def check_machine(
 
 def _lacks(topology: Topology, num_devices: Callable[[], int]) -> Iterator[tuple[KeyPath, str]]:
     """Yield what this machine lacks for a topology, with the key that asks for it."""
-    roles, receivers = topology.roles, topology.num_weight_receivers
-    if topology.weights.transport == "nccl" and num_devices() < 1 + receivers:
+    receivers, nccl = topology.num_weight_receivers, topology.weights.transport == "nccl"
+    if nccl and num_devices() < 1 + receivers:
         yield (
             ("weights", "transport"),
             f"weights.transport nccl needs a CUDA device each for the learner and {receivers} receivers of its "
             f"weights, {1 + receivers} in all; this machine has {num_devices()}: use shm or gloo",
         )
     placed = place_gpus(topology)
-    for role, section in (("learner", "learner"), ("policy", "policy"), ("analyzer", "analyzers")):
-        settings = getattr(roles, section)
+    learner: tuple[str, str, Learner | EngineRole] = ("learner", "learner", topology.roles.learner)
+    for role, section, settings in (learner, *topology.engine_roles):
         gpus = sorted({gpu for (name, _), numbers in placed.items() if name == role for gpu in numbers})
-        if gpus and settings.device == "cuda" and gpus[-1] >= num_devices():
+        if gpus and gpus[-1] >= num_devices():
+            key = "gpus" if settings.gpus else "device"
             yield (
-                ("roles", section, "gpus" if settings.gpus else "device"),
-                f"roles.{section} computes on CUDA device {', '.join(map(str, gpus))} (counted from 0); this machine "
+                ("weights", "transport") if settings.device == "cpu" else ("roles", section, key),
+                f"roles.{section} is placed on CUDA device {', '.join(map(str, gpus))} (counted from 0); this machine "
                 f"has {num_devices()}",
             )
-    for section in ("policy", "analyzers") if topology.uses_analyzers else ("policy",):
-        if (lack := engine_lack(getattr(roles, section).engine)) is not None:
+    for _, section, engine_role in topology.engine_roles:
+        if (lack := engine_lack(engine_role.engine)) is not None:
             yield ("roles", section, "engine"), lack
     if topology.model.lora is not None and find_spec("peft") is None:
         yield ("model", "lora"), "model.lora needs peft, which is not installed: pip install 'seed-async[lora]'"

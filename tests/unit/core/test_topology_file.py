@@ -120,12 +120,30 @@ def test_other_transports_ask_no_driver(tmp_path: Path) -> None:
     check_machine(parse_topology(MINIMAL, "t.yaml", ("weights.transport=gloo",)), tmp_path / "none", (), fail)
 
 
-def test_a_learner_on_cuda_needs_a_device_for_each_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("roles", "num_devices", "place"),
+    [
+        ("learner: {device: cuda, ranks: 2}", 2, r"t\.yaml:3: roles\.learner is placed on CUDA device 0, 1"),
+        ("policy: {device: cuda, gpus: [5]}", 6, r"t\.yaml:3: roles\.policy is placed on CUDA device 5"),
+        ("analyzers: {device: cuda, replicas: 3}", 3, r"t\.yaml:3: roles\.analyzers is placed on CUDA device 0, 1, 2"),
+    ],
+)
+def test_a_role_is_not_placed_on_a_device_that_is_not_there(
+    tmp_path: Path, roles: str, num_devices: int, place: str
+) -> None:
     path = tmp_path / "t.yaml"
-    path.write_text(MINIMAL + "roles:\n  learner: {device: cuda, ranks: 2}\n")
-    check_machine(load_topology(path), path, (), lambda: 2)
-    with pytest.raises(TopologyError, match=r"t\.yaml:3: .* CUDA device 0, 1 .counted from 0.; this machine has 1"):
-        check_machine(load_topology(path), path, (), lambda: 1)
+    path.write_text(MINIMAL + f"roles:\n  {roles}\n")
+    check_machine(load_topology(path), path, (), lambda: num_devices)
+    with pytest.raises(TopologyError, match=rf"{place} .*; this machine has {num_devices - 1}"):
+        check_machine(load_topology(path), path, (), lambda: num_devices - 1)
+
+
+def test_a_receiver_on_the_cpu_needs_a_device_beside_those_of_the_learner(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(MINIMAL + "method: grpo\nroles: {learner: {device: cuda, ranks: 4}}\nweights: {transport: nccl}\n")
+    check_machine(load_topology(path), path, (), lambda: 5)
+    with pytest.raises(TopologyError, match=r"t\.yaml:4: roles\.policy is placed on CUDA device 4"):
+        check_machine(load_topology(path), path, (), lambda: 4)
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
