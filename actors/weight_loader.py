@@ -4,7 +4,7 @@ from structlog.typing import FilteringBoundLogger
 
 from seed_async.messages import WeightsManifest
 from seed_async.metrics import Metrics
-from seed_async.ports import Engine, Scorer
+from seed_async.ports import ScoringEngine
 from seed_async.role import RoleContext
 from seed_async.weights import WeightReceiver
 from seed_async.weights.canary import canary_gap_nats, canary_text
@@ -23,7 +23,7 @@ class WeightLoader:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ScoringEngine,
         receiver: WeightReceiver,
         name: str,
         tolerance_nats: float,
@@ -36,8 +36,6 @@ class WeightLoader:
         self._kept: Update | None = None
         self.version = -1
         """The version that the engine may serve; -1 for none."""
-        if not isinstance(engine, Scorer):
-            log.warning("this engine cannot score: its weights are not compared with the learner's", engine=name)
 
     def load(self, update: Update) -> bool:
         """Load a version and acknowledge it; False when its canary is refused. Raises EngineBrokenError.
@@ -69,7 +67,7 @@ class WeightLoader:
 
     def _gap_nats(self, manifest: WeightsManifest) -> float | None:
         """The gap to the learner; None where there is nothing to compare."""
-        if manifest.canary is None or not isinstance(self._engine, Scorer):
+        if manifest.canary is None:
             return None
         text = canary_text(manifest.canary.vocabulary)
         return canary_gap_nats(manifest.canary.logprobs, self._engine.score(text.prompt_ids, text.response_ids))
@@ -96,7 +94,7 @@ class WeightLoader:
         self._receiver.refuse(manifest)
 
 
-def open_loader(context: RoleContext, engine: Engine, receiver: WeightReceiver) -> WeightLoader:
+def open_loader(context: RoleContext, engine: ScoringEngine, receiver: WeightReceiver) -> WeightLoader:
     """The loader of a role's engine."""
     tolerance_nats = context.topology.canary_tolerance_nats
     return WeightLoader(engine, receiver, context.name, tolerance_nats, context.metrics, context.log)

@@ -11,13 +11,13 @@ from seed_async.topology import Model
 
 _BASE = ".base_layer."
 
-Whole = Callable[[torch.Tensor], torch.Tensor]
+Unshard = Callable[[torch.Tensor], torch.Tensor]
 """Puts the shards of a tensor together; each rank calls it for the same tensors in the same order."""
-Parameters = Callable[[PreTrainedModel, Whole], Iterator[tuple[str, torch.Tensor]]]
+ParameterSource = Callable[[PreTrainedModel, Unshard], Iterator[tuple[str, torch.Tensor]]]
 """Yields name and value of what leaves a learner."""
 
 
-def plain_parameters(model: PreTrainedModel, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
+def plain_parameters(model: PreTrainedModel, whole: Unshard) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of every parameter of the plain model, tied ones once.
 
     Of a layer with an adapter that is W + alpha / rank * B A, in the dtype of W.
@@ -35,12 +35,12 @@ def plain_parameters(model: PreTrainedModel, whole: Whole) -> Iterator[tuple[str
         yield name, value
 
 
-def adapters_alone(model: PreTrainedModel, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
+def adapters_alone(model: PreTrainedModel, whole: Unshard) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield published name and value of A and B of every layer that has an adapter."""
     for name, parameter in adapter_parameters(model).items():
         yield name, whole(parameter.detach())
 
 
-def published_parameters(model: Model) -> Parameters:
-    """What each version holds."""
-    return adapters_alone if model.served_adapters is not None else plain_parameters
+def choose_parameters(settings: Model) -> ParameterSource:
+    """Which parameters a version holds, by `model.lora.publish`."""
+    return adapters_alone if settings.served_adapters is not None else plain_parameters

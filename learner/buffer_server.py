@@ -9,7 +9,6 @@ the run's accounting.
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,6 +44,7 @@ from seed_async.pulse import Pulse
 from seed_async.reporting import report_buffer
 from seed_async.role import RoleContext
 from seed_async.skill_library import library_of
+from seed_async.text import read_vocabulary_size
 from seed_async.transport import Request
 
 HOLD_S = 2.0
@@ -54,12 +54,6 @@ ENTRIES_A_STEP = 100_000
 """Of a journal that is read again; a step takes less than a second."""
 TICK_INTERVAL_S = 0.5
 """How often deadlines are looked at and metrics brought up to date."""
-
-
-def read_vocabulary(model_dir: Path) -> int:
-    """Token ids of a model folder; a vision model says so in the configuration of its language model."""
-    config = json.loads((model_dir / "config.json").read_text())
-    return int(config.get("text_config", config)["vocab_size"])
 
 
 class BufferServer:
@@ -74,7 +68,7 @@ class BufferServer:
         self._journal = Journal(journal)
         self._buffer = GroupBuffer(
             context.topology,
-            read_vocabulary(context.run_dir.initial_model(context.topology)),
+            read_vocabulary_size(context.run_dir.initial_model(context.topology)),
             self._record,
             library_of(context.topology),
             self._journal.add,

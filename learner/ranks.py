@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from seed_async.codec import decode, encode
-from seed_async.learner.adapters import Parameters, plain_parameters
+from seed_async.learner.adapters import ParameterSource, plain_parameters
 from seed_async.learner.checkpoint import ALONE, Writers
 from seed_async.learner.scoring import SCORE_METHOD, score_packed
 from seed_async.messages import Message
@@ -136,7 +136,7 @@ class Ranks:
         """Return the whole of a sharded tensor; every rank must ask for it."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def gather(self, model: PreTrainedModel, parameters: Parameters = plain_parameters) -> dict[str, torch.Tensor]:
+    def gather(self, model: PreTrainedModel, parameters: ParameterSource = plain_parameters) -> dict[str, torch.Tensor]:
         """Return whole tensors by name on the leader: all weights, adapters merged, or what `parameters` yields.
 
         {} on the others, which must ask for them too.

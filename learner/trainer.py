@@ -13,7 +13,7 @@ import time
 import torch
 
 from seed_async.adapters import add_adapters
-from seed_async.learner.adapters import published_parameters
+from seed_async.learner.adapters import choose_parameters
 from seed_async.learner.checkpoint import (
     CheckpointWriter,
     newest_checkpoint,
@@ -156,7 +156,7 @@ class Learner:
     def _publish(self, version: int) -> float:
         """Publish the policy as `version` and wait until the policy servers serve it; returns the seconds it took."""
         started_s = time.monotonic()
-        weights = self._ranks.gather(self._policy, published_parameters(self._topology.model))
+        weights = self._ranks.gather(self._policy, choose_parameters(self._topology.model))
         canary = score_canary(self._policy, self._config.compute_dtype)
         if self._leader is not None:
             self._leader.publish(version, weights, canary)

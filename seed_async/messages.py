@@ -328,7 +328,7 @@ class EvaluationDone(Message, frozen=True):
 class GenerateRequest(Message, frozen=True, omit_defaults=True):
     """Sample one response; `prompt_ids` is int32 [P], `images` are PNG or JPEG bytes, one for each placeholder in them.
 
-    Without images the message is what it was before it could hold any.
+    Without images their key is left out.
     """
 
     request_id: str

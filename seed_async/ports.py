@@ -5,7 +5,7 @@ Implementations live with the role that runs them (engines in `actors/engines`, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -82,9 +82,8 @@ class Streamer(Protocol):
         ...
 
 
-@runtime_checkable
 class Scorer(Protocol):
-    """An engine that also tells log-probs of given tokens, so that its weights can be compared with the learner's."""
+    """An engine that tells log-probs of given tokens, so that its weights can be compared with the learner's."""
 
     def score(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
         """Log-probs float32 [T] at temperature 1 of `response_ids` int32 [T] after `prompt_ids` int32 [P].
@@ -137,5 +136,9 @@ class Engine(Protocol):
         ...
 
 
-class StreamingEngine(Engine, Streamer, Protocol):
-    """What a server of text needs."""
+class ScoringEngine(Engine, Scorer, Protocol):
+    """What a role needs that takes new weights."""
+
+
+class ServingEngine(ScoringEngine, Streamer, Protocol):
+    """What a policy server needs: what both engines are."""

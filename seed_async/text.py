@@ -60,13 +60,13 @@ class ChatTokenizer:
     """The tokenizer and chat template of a Hugging Face folder. Immutable; safe to share."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: str, eos_ids: Sequence[int], image_id: int | None = None
+        self, tokenizer: Tokenizer, template: str, eos_ids: Sequence[int], image_token_id: int | None = None
     ) -> None:
         """Compile the template and find out whether it is append-only. Raises ChatTemplateError when it fails.
 
-        `image_id` is the placeholder of an image in the ids; None for a text model.
+        `image_token_id` is the placeholder of an image in the ids; None for a text model.
         """
-        self._tokenizer, self.image_id = tokenizer, image_id
+        self._tokenizer, self.image_token_id = tokenizer, image_token_id
         # Published templates use `break`, as the library they are written for lets them.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -154,6 +154,15 @@ class ChatTokenizer:
             ).startswith(prompt + response)
             for response in _PROBES
         )
+
+
+def read_vocabulary_size(model_dir: Path) -> int:
+    """Number of token ids of a model folder; a vision model keeps it in the section of its language model.
+
+    Raises KeyError for a folder whose config.json does not say.
+    """
+    config = _read_json(model_dir / "config.json")
+    return int(config.get("text_config", config)["vocab_size"])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Message(_Strict):
         return [part.image_url.content for part in parts if isinstance(part, ImagePart)]
 
     @property
-    def chat(self) -> Chat | MixedChat:
+    def for_template(self) -> Chat | MixedChat:
         """The message as a template takes it: parts where there is an image, one text where there is none."""
         if isinstance(self.content, str):
             return Chat(self.role, self.content)
@@ -146,10 +146,10 @@ def read_request(content: bytes, model: str, tokenizer: ChatTokenizer, context: 
     if body.model != model:
         raise BadRequestError(f"the model {body.model!r} is not served here, only {model!r}", "model_not_found")
     images = tuple(image for message in body.messages for image in message.images)
-    if images and tokenizer.image_id is None:
+    if images and tokenizer.image_token_id is None:
         raise BadRequestError("this model takes no images")
     try:
-        prompt_ids = tokenizer.chat_prompt([message.chat for message in body.messages])
+        prompt_ids = tokenizer.chat_prompt([message.for_template for message in body.messages])
     except ChatTemplateError as error:
         raise BadRequestError(str(error)) from error
     room = context - prompt_ids.size

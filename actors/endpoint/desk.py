@@ -12,7 +12,7 @@ from itertools import count
 
 import numpy as np
 
-from seed_async.ports import Generation, RequestRefusedError, Sampled, Sampling, StreamingEngine
+from seed_async.ports import Generation, RequestRefusedError, Sampled, Sampling, ServingEngine
 
 PREFIX = "http:"
 """Request ids of the desk; no other asker's begin with it."""
@@ -85,7 +85,7 @@ class RequestDesk:
         """Requests in the engine's hands; for its thread."""
         return len(self._running)
 
-    def exchange(self, engine: StreamingEngine, version: int, *, admit: bool = True) -> None:
+    def exchange(self, engine: ServingEngine, version: int, *, admit: bool = True) -> None:
         """One turn of the engine's thread: submit what is new, cancel what is not wanted, show what is sampled."""
         self._turned_at_s, self.version = time.monotonic(), version
         for ticket in self._arrivals() if admit else ():

@@ -77,19 +77,19 @@ class PlacedPrompt(NamedTuple):
 class ImageReader:
     """Finds the images' places in a prompt and makes their pixels, as one model wants both."""
 
-    def __init__(self, placeholder: int, processor: Qwen2VLImageProcessorPil | None) -> None:
-        """`placeholder` is the id that stands for an image; without `processor` every image is refused."""
-        self.placeholder, self._processor = placeholder, processor
+    def __init__(self, image_token_id: int, processor: Qwen2VLImageProcessorPil | None) -> None:
+        """`image_token_id` is the placeholder of an image; without `processor` every image is refused."""
+        self.image_token_id, self._processor = image_token_id, processor
 
     def place(self, prompt_ids: np.ndarray, images: Sequence[bytes]) -> PlacedPrompt:
         """Put `images` at the placeholders of `prompt_ids` int [P]; reads their headers only. Raises ImageFaultError.
 
         A prompt without images has no placeholder either.
         """
-        at = np.flatnonzero(prompt_ids == self.placeholder)
+        at = np.flatnonzero(prompt_ids == self.image_token_id)
         if at.size != len(images):
             raise ImageFaultError(
-                f"{len(images)} images for {at.size} placeholders (id {self.placeholder}): each needs exactly one"
+                f"{len(images)} images for {at.size} placeholders (id {self.image_token_id}): each needs exactly one"
             )
         if not images:
             return PlacedPrompt(prompt_ids)
@@ -113,7 +113,7 @@ class ImageReader:
         kept = np.ones(prompt.ids.size, dtype=bool)
         for image in prompt.images:
             kept[image.start + 1 : image.stop] = False
-        ids: np.ndarray = np.where(prompt.ids < 0, self.placeholder, prompt.ids)[kept].astype(np.int32)
+        ids: np.ndarray = np.where(prompt.ids < 0, self.image_token_id, prompt.ids)[kept].astype(np.int32)
         return ids
 
     def pixels(self, image: PlacedImage) -> np.ndarray:
@@ -153,14 +153,14 @@ def open_reader(path: Path) -> ImageReader | None:
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if config.model_type not in VISION_MODEL_TYPES:
         return None
-    if not _says_how_to_cut(path):
+    if not _has_image_processor(path):
         return ImageReader(config.image_token_id, None)
     processor = Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
     _check_processor(processor, config.vision_config)
     return ImageReader(config.image_token_id, processor)
 
 
-def _says_how_to_cut(path: Path) -> bool:
+def _has_image_processor(path: Path) -> bool:
     """Whether a model folder describes its image processor: in a file of its own, or among all of its processors."""
     whole = path / PROCESSOR_FILE
     return (path / PREPROCESSOR_FILE).is_file() or (

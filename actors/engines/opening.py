@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from seed_async.ports import StreamingEngine
+from seed_async.ports import ServingEngine
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Lora
 from seed_async.topology_roles import EngineRole
@@ -13,7 +13,7 @@ VLLM_REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 """What the engine cannot do without; another value that is already set is overridden."""
-VLLM_ENVIRONMENT = {
+VLLM_DEFAULTS = {
     # Workers share the cores with the other roles; how many threads they have is said by OMP_NUM_THREADS.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Threads that wait must not spin (docs/performance.md).
@@ -32,7 +32,7 @@ def prepare_vllm(threads: int) -> None:
     process uses vLLM. Other variables keep a value that they have.
     """
     os.environ.update(VLLM_REQUIRED)
-    for name, value in {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}.items():
+    for name, value in {**VLLM_DEFAULTS, "OMP_NUM_THREADS": str(threads)}.items():
         os.environ.setdefault(name, value)
 
 
@@ -44,7 +44,7 @@ def open_engine(
     max_waiting: int = 1024,
     version: int = 0,
     lora: Lora | None = None,
-) -> StreamingEngine:
+) -> ServingEngine:
     """Load the checkpoint folder `model` into the engine of a role; its weights are called `version`.
 
     With `lora` later versions are adapters of this model, else whole models. The folder's tokenizer finds stop strings,
@@ -79,5 +79,5 @@ def open_engine(
         max_waiting=max_waiting,
         version=version,
         open_stream=open_stream,
-        images=open_reader(model),
+        image_reader=open_reader(model),
     )

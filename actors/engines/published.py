@@ -6,12 +6,19 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 import torch
 
+from seed_async.adapters import adapter_parameters
+
 NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,
     torch.float64: np.float64,
     torch.float16: np.float16,
     torch.bfloat16: np.uint16,  # numpy has no bfloat16: its bits travel
 }
+
+
+def loadable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """What a version holds, by its published name: the adapters of a model that has some, else every parameter."""
+    return adapter_parameters(model) or dict(model.named_parameters())
 
 
 def check_tensors(

@@ -57,15 +57,15 @@ class RequestQueue:
         max_waiting: int,
         min_temperature: float,
         stop_strings: bool,
-        images: ImageReader | None,
+        image_reader: ImageReader | None,
     ) -> None:
         """`context` tokens hold prompt and response; `min_temperature` is the smallest that is not greedy.
 
-        `stop_strings`: whether the engine can find them. `images`: None where the model takes none.
+        `stop_strings`: whether the engine can find them. `image_reader`: None where the model takes no images.
         """
         self._vocabulary, self._context = vocabulary, context
         self._max_waiting, self._min_temperature = max_waiting, min_temperature
-        self._stop_strings, self._images = stop_strings, images
+        self._stop_strings, self._image_reader = stop_strings, image_reader
         self._waiting: dict[RequestKind, deque[Request]] = {kind: deque() for kind in get_args(RequestKind)}
         self._turns: deque[RequestKind] = deque(self._waiting)
         self._open: set[str] = set()
@@ -91,11 +91,11 @@ class RequestQueue:
 
     def _place(self, prompt_ids: np.ndarray, images: Sequence[bytes]) -> PlacedPrompt:
         """The prompt with its images at their places. Raises ImageFaultError, also for one that cannot be decoded."""
-        if self._images is None:
+        if self._image_reader is None:
             if images:
                 raise ImageFaultError("this model takes no images")
             return PlacedPrompt(prompt_ids)
-        prompt = self._images.place(prompt_ids, images)
+        prompt = self._image_reader.place(prompt_ids, images)
         if prompt.ids.size >= self._context:
             raise ImageFaultError(self._too_long(prompt.ids.size))
         for image in prompt.images:

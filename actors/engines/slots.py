@@ -20,10 +20,10 @@ class SlotTable:
     number that draws them. Arrays [slots] hold the state of each slot.
     """
 
-    def __init__(self, num_slots: int, context: int, *, images: bool = False) -> None:
-        """Make `num_slots` empty slots of `context` tokens; `images`: ids may be the keys of images, of 64 bits."""
+    def __init__(self, num_slots: int, context: int, *, takes_images: bool = False) -> None:
+        """Make `num_slots` empty slots of `context` tokens; `takes_images`: ids may be keys of images, of 64 bits."""
         self.context = context
-        self.ids = np.zeros((num_slots, context), dtype=np.int64 if images else np.int32)
+        self.ids = np.zeros((num_slots, context), dtype=np.int64 if takes_images else np.int32)
         self.logprobs = np.zeros((num_slots, context), dtype=np.float32)
         self.versions = np.zeros((num_slots, context), dtype=np.int32)
         self.uniforms = np.zeros((num_slots, context), dtype=np.float64)

@@ -27,13 +27,13 @@ from seed_async.actors.engines.attention import (
     register_slotted_attention,
 )
 from seed_async.actors.engines.images import ImageReader
-from seed_async.actors.engines.published import as_torch, check_tensors
+from seed_async.actors.engines.published import as_torch, check_tensors, loadable_parameters
 from seed_async.actors.engines.queueing import RequestQueue
 from seed_async.actors.engines.sampling import draw_tokens
 from seed_async.actors.engines.slots import SlotTable
 from seed_async.actors.engines.stopping import StopStrings
 from seed_async.actors.engines.vision import Vision, takes_images
-from seed_async.adapters import adapter_parameters, add_adapters
+from seed_async.adapters import add_adapters
 from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampled, Sampling, TextStream
 from seed_async.topology import Lora
 
@@ -78,21 +78,21 @@ class TorchEngine:
         prefill_tokens_per_step: int = 2048,
         version: int = 0,
         open_stream: Callable[[], TextStream] | None = None,
-        images: ImageReader | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
         """Reserve `max_slots` slots of `max_context_tokens`; `model` has the engine's attention (see `load_model`).
 
-        `open_stream` is for stop strings: see `stopping`. Without `images` (see `images.open_reader`) every image is
-        refused.
+        `open_stream` is for stop strings: see `stopping`. Without `image_reader` (see `images.open_reader`) every
+        image is refused.
         """
         config = model.config.get_text_config()
         _check_model(config)
         self._model, self._decoder = model, getattr(model.base_model, "language_model", model.base_model)
-        self._parameters = adapter_parameters(model) or dict(model.named_parameters())
+        self._parameters = loadable_parameters(model)
         self._head: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._cache = SlotCache(config, max_slots, max_context_tokens, model)
-        self._table = SlotTable(max_slots, max_context_tokens, images=images is not None)
-        self._vision = None if images is None else Vision(model, images, self._table)
+        self._table = SlotTable(max_slots, max_context_tokens, takes_images=image_reader is not None)
+        self._vision = None if image_reader is None else Vision(model, image_reader, self._table)
         self._stops = StopStrings(open_stream)
         self._queue = RequestQueue(
             vocabulary=int(config.vocab_size),
@@ -100,7 +100,7 @@ class TorchEngine:
             max_waiting=max_waiting,
             min_temperature=MIN_TEMPERATURE,
             stop_strings=self._stops.known,
-            images=images,
+            image_reader=image_reader,
         )
         self._prefill_budget, self._version = prefill_tokens_per_step, version
         self._steps = self._generated = self._prefilled = self._reused = 0
@@ -228,10 +228,9 @@ class TorchEngine:
         table, prefixes = self._table, self._table.cached[slots]
         plan = make_plan(self._cache, slots, counts, prefixes, num_decode)
         ids = table.pending_ids(slots, counts, num_decode)
-        if self._vision is None:
-            hidden = self._decode(_text_inputs(ids, plan), plan)
-        else:
-            hidden = self._decode(self._vision.inputs(ids, slots, counts, prefixes), plan)
+        vision = self._vision
+        inputs = _text_inputs(ids, plan) if vision is None else vision.inputs(ids, slots, counts, prefixes)
+        hidden = self._decode(inputs, plan)
         self._steps += 1
         table.last_used[slots] = self._steps
         table.cached[slots] = prefixes + counts

@@ -25,11 +25,11 @@ from seed_async.adapters import ADAPTER_PART
 from seed_async.topology import Lora
 
 _NAME, _NUMBER = "policy", 1
-SERVED = LoRARequest(_NAME, _NUMBER, "in memory")
+SERVED_ADAPTER = LoRARequest(_NAME, _NUMBER, "in memory")
 """The adapter as requests name it: it is loaded before the first of them, so that its path is never read."""
 
 
-def adapter_args(lora: Lora, model: PreTrainedModel) -> dict[str, Any]:
+def adapter_args(model: PreTrainedModel, lora: Lora) -> dict[str, Any]:
     """What EngineArgs say about the adapters of `model`.
 
     Only the layers that have one make room for it: vLLM would wrap the embeddings too, at the cost of every step.
@@ -65,6 +65,6 @@ class AdapterSender:
             self._engine.add_lora(LoRARequest(_NAME, _NUMBER, directory, load_inplace=True))
 
 
-def no_adapters(parameters: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def zero_adapters(parameters: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Adapters that change nothing: zeros for each of `parameters`."""
     return {name: np.zeros(tuple(parameter.shape), dtype=np.float32) for name, parameter in parameters.items()}

@@ -26,14 +26,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from seed_async.actors.engines.images import MAX_IMAGES, decode_image, open_reader
-from seed_async.actors.engines.published import check_tensors
+from seed_async.actors.engines.published import check_tensors, loadable_parameters
 from seed_async.actors.engines.queueing import Request, RequestQueue
 from seed_async.actors.engines.stopping import StopStrings
-from seed_async.actors.engines.vllm_adapters import SERVED, AdapterSender, adapter_args, no_adapters
+from seed_async.actors.engines.vllm_adapters import SERVED_ADAPTER, AdapterSender, adapter_args, zero_adapters
 from seed_async.actors.engines.vllm_cpu import WORKER as CPU_WORKER
 from seed_async.actors.engines.vllm_scoring import SoloScorer
 from seed_async.actors.engines.vllm_weights import ARRAYS, WeightSender, open_sender
-from seed_async.adapters import adapter_parameters, add_adapters
+from seed_async.adapters import add_adapters
 from seed_async.ports import EngineHealth, FinishReason, Generation, RequestKind, Sampled, Sampling, TextStream
 from seed_async.topology import Lora
 from seed_async.topology_roles import VllmOptions
@@ -103,22 +103,23 @@ class VllmEngine:
         self._reader = open_reader(path)
         auto_class = AutoModelForCausalLM if self._reader is None else AutoModelForImageTextToText
         with torch.device("meta"):
-            model = auto_class.from_config(config, dtype=getattr(torch, options.dtype))  # type: ignore[no-untyped-call]
+            model = auto_class.from_config(config, dtype=getattr(torch, options.dtype))  # type: ignore[no-untyped-call]  # no annotation
             if lora is not None:
                 add_adapters(model, lora, seed=0)
         _check_heads(model.config.get_text_config())
-        self._parameters: Mapping[str, torch.Tensor] = adapter_parameters(model) or dict(model.named_parameters())
+        self._parameters = loadable_parameters(model)
         text = config.get_text_config()
         context = min(max_context_tokens, getattr(text, "max_position_embeddings", max_context_tokens))
-        args = _engine_args(path, max_slots, context, options, array_transfer, images=self._reader is not None)
-        if lora is None:
-            self._engine = LLMEngine.from_engine_args(args)
-            self._sender: WeightSender = open_sender(self._engine, options)
-        else:
-            self._engine = LLMEngine.from_engine_args(replace(args, **adapter_args(lora, model)))
-            self._sender = AdapterSender(self._engine, lora)
-            self._sender.send(version, no_adapters(self._parameters))
-        self._adapter = None if lora is None else SERVED
+        args = _engine_args(path, max_slots, context, options, array_transfer, takes_images=self._reader is not None)
+        if lora is not None:
+            args = replace(args, **adapter_args(model, lora))
+        self._engine = LLMEngine.from_engine_args(args)
+        self._adapter = None if lora is None else SERVED_ADAPTER
+        self._sender: WeightSender = (
+            open_sender(self._engine, options) if lora is None else AdapterSender(self._engine, lora)
+        )
+        if lora is not None:
+            self._sender.send(version, zero_adapters(self._parameters))
         self._scorer = SoloScorer(self._engine, self._adapter)
         # The first log-probs compile what finds them, for seconds: now, while the process is still given time to start.
         self._scorer.score([0] * (SCORED_TOKENS - 1))
@@ -130,7 +131,7 @@ class VllmEngine:
             max_waiting=max_waiting,
             min_temperature=MIN_TEMPERATURE,
             stop_strings=self._stops.known,
-            images=self._reader,
+            image_reader=self._reader,
         )
         self._running: dict[str, _Running] = {}
         self._generated = self._prefilled = self._reused = 0
@@ -283,9 +284,9 @@ def _check_heads(config: PretrainedConfig) -> None:
 
 
 def _engine_args(
-    path: Path, max_slots: int, context: int, options: VllmOptions, array_transfer: str, *, images: bool
+    path: Path, max_slots: int, context: int, options: VllmOptions, array_transfer: str, *, takes_images: bool
 ) -> EngineArgs:
-    """What LLMEngine is built from; `images`: whether the model takes any."""
+    """What LLMEngine is built from; `takes_images`: whether the model does."""
     arrays = options.weight_transfer == "arrays"
     # A GPU's memory can be handed to another process only, never within one.
     executor = "uni" if arrays and options.tensor_parallel == 1 else "mp"
@@ -295,8 +296,8 @@ def _engine_args(
     )
     return EngineArgs(
         model=str(path),
-        skip_tokenizer_init=not images,  # vLLM's image processors want a tokenizer beside them
-        limit_mm_per_prompt={"image": MAX_IMAGES, "video": 0} if images else {},
+        skip_tokenizer_init=not takes_images,  # vLLM's image processors want a tokenizer beside them
+        limit_mm_per_prompt={"image": MAX_IMAGES, "video": 0} if takes_images else {},
         generation_config="vllm",
         dtype=options.dtype,
         seed=0,

@@ -47,15 +47,17 @@ def text_engine(max_slots: int = 4, version: int = 12, max_waiting: int = 64) ->
 def vision_engine(max_slots: int = 4) -> TorchEngine:
     """The same for a model with a vision tower."""
     chat = tiny_vision_chat()
-    assert chat.image_id is not None
-    model = tiny_vision_model("qwen2_5_vl", vocabulary=chat.vocabulary_size, placeholder=chat.image_id, context=CONTEXT)
+    assert chat.image_token_id is not None
+    model = tiny_vision_model(
+        "qwen2_5_vl", vocabulary=chat.vocabulary_size, placeholder=chat.image_token_id, context=CONTEXT
+    )
     return TorchEngine(
         model,
         max_slots=max_slots,
         max_context_tokens=CONTEXT,
         version=12,
         open_stream=chat.text_stream,
-        images=ImageReader(chat.image_id, image_processor()),
+        image_reader=ImageReader(chat.image_token_id, image_processor()),
     )
 
 

@@ -47,7 +47,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def engine() -> TorchEngine:
     reader = ImageReader(PLACEHOLDER, image_processor())
-    return TorchEngine(tiny_vision_model("qwen2_vl"), max_slots=2, max_context_tokens=CONTEXT, images=reader)
+    return TorchEngine(tiny_vision_model("qwen2_vl"), max_slots=2, max_context_tokens=CONTEXT, image_reader=reader)
 
 
 def png_header(width: int, height: int) -> bytes:

@@ -42,7 +42,7 @@ def one_thread():
 
 def make_engine(model, max_slots: int = 3, context: int = 96, **options) -> TorchEngine:
     reader = ImageReader(PLACEHOLDER, image_processor())
-    return TorchEngine(model, max_slots=max_slots, max_context_tokens=context, images=reader, **options)
+    return TorchEngine(model, max_slots=max_slots, max_context_tokens=context, image_reader=reader, **options)
 
 
 def answer(engine: TorchEngine, prompt: np.ndarray, images: list[bytes], num_tokens: int) -> Generation:
@@ -78,7 +78,7 @@ def test_a_folder_loads_with_the_names_that_the_learner_publishes(family, tmp_pa
     write_vision_model(tmp_path, tiny_vision_model(family))
     model, learner = load_model(tmp_path), load_policy(tmp_path)
     assert dict(model.named_parameters()).keys() == dict(learner.named_parameters()).keys()
-    engine = TorchEngine(model, max_slots=1, max_context_tokens=96, images=open_reader(tmp_path))
+    engine = TorchEngine(model, max_slots=1, max_context_tokens=96, image_reader=open_reader(tmp_path))
     new = tiny_vision_model(family, seed=1)
     learner.load_state_dict(new.state_dict())
     engine.load_weights(1, weights_of(learner))

@@ -17,7 +17,7 @@ from seed_async.actors.weight_loader import EngineBrokenError, WeightLoader
 from seed_async.learner.scoring import load_policy, score_canary
 from seed_async.messages import Canary
 from seed_async.metrics import Metrics
-from seed_async.ports import Engine, EngineHealth, Sampling
+from seed_async.ports import Sampling, ScoringEngine
 from seed_async.topology import Lora
 from seed_async.transport import Client, Server
 from seed_async.weights import (
@@ -62,7 +62,7 @@ def published(version: int) -> tuple[dict[str, np.ndarray], Canary]:
 class Served:
     """An engine with its loader, on a thread that takes every version as a policy server does."""
 
-    def __init__(self, engine: Engine, endpoint: str, name: str) -> None:
+    def __init__(self, engine: ScoringEngine, endpoint: str, name: str) -> None:
         """Connect."""
         self.engine, self.metrics = engine, Metrics("policy", "0")
         self._client = Client(endpoint, name)
@@ -120,7 +120,7 @@ class Setup:
         self.publisher = WeightPublisher(ZmqControl(Server(self.endpoint)), SegmentStore(folder / "segments"))
         self.served: list[Served] = []
 
-    def serve(self, engine: Engine, name: str = "policy-0") -> Served:
+    def serve(self, engine: ScoringEngine, name: str = "policy-0") -> Served:
         """Start an engine."""
         served = Served(engine, self.endpoint, name)
         self.served.append(served)
@@ -276,44 +276,6 @@ def test_refused_adapters_are_replaced_by_those_in_service(setup: Setup, tmp_pat
     engine.load_weights(1, versions[1])
     assert canary_gap_nats(score_canary(models[1], "float32").logprobs, engine.score(*text)) < 1e-5
     assert canary_gap_nats(canary.logprobs, engine.score(*text)) > 0.1
-
-
-class CannotScore:
-    """An engine of another make: it loads and nothing else."""
-
-    def __init__(self) -> None:
-        """Nothing is loaded."""
-        self.version = -1
-
-    def submit(self, *_: Any) -> None:
-        """Refuse: no test asks."""
-        raise NotImplementedError
-
-    def cancel(self, request_id: str) -> None:
-        """Ignore."""
-
-    def step(self) -> list[Any]:
-        """Idle."""
-        return []
-
-    def load_weights(self, version: int, tensors: Any, *, rollback: bool = False) -> None:
-        """Note the version."""
-        assert version > self.version or rollback
-        self.version = version
-
-    def health(self) -> EngineHealth:
-        """Return the version."""
-        return EngineHealth(
-            version=self.version, running=0, waiting=0, generated_tokens=0, prefilled_tokens=0, cached_tokens=0
-        )
-
-
-def test_an_engine_that_cannot_score_serves_and_the_log_says_that_nothing_is_compared(setup: Setup) -> None:
-    """Once, at its start."""
-    served = setup.serve(CannotScore())
-    assert setup.publish(0) == ()
-    served.stop()
-    assert [line["level"] for line in served.logs if "cannot score" in line["event"]] == ["warning"]
 
 
 def test_the_learner_and_the_torch_engine_agree_on_the_canary(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seed_async.learner.init_model import CHAT_TEMPLATE, END, PAD
-from seed_async.text import IMAGE_PART, Chat, ChatTemplateError, ChatTokenizer, MixedChat, text_part
+from seed_async.text import (
+    IMAGE_PART,
+    Chat,
+    ChatTemplateError,
+    ChatTokenizer,
+    MixedChat,
+    read_vocabulary_size,
+    text_part,
+)
 from tests.fakes.chat import IMAGE, STRIPS_EARLIER_THINKING, raw_tokenizer, tiny_chat, tiny_vision_chat
 
 STRIPS_EARLIER_TURNS = (
@@ -184,13 +192,20 @@ def test_the_template_of_a_vision_model_writes_a_placeholder_for_each_image(tmp_
     text = chat.render([mixed, Chat("assistant", "look")], add_generation_prompt=False)
     mark = f"<|vision_start|>{IMAGE}<|vision_end|>"
     assert text == f"<|user|>Task: {mark}a mug.{mark}<|end|><|assistant|>look<|end|>"
-    assert chat.chat_prompt([mixed]).tolist().count(chat.image_id) == 2
-    assert tiny_chat().image_id is None
+    assert chat.chat_prompt([mixed]).tolist().count(chat.image_token_id) == 2
+    assert tiny_chat().image_token_id is None
     folder = write_model(tmp_path, **{"config.json": {"eos_token_id": 2, "image_token_id": 77}})
-    assert ChatTokenizer.load(folder).image_id == 77
+    assert ChatTokenizer.load(folder).image_token_id == 77
 
 
 def test_a_template_of_texts_fails_on_parts_as_templates_fail() -> None:
     """Not with an error of its own kind."""
     with pytest.raises(ChatTemplateError, match="the chat template failed"):
         tiny_chat().chat_prompt([MixedChat("user", (IMAGE_PART,))])
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 48}, {"text_config": {"vocab_size": 48}, "vision_config": {}}])
+def test_the_vocabulary_is_that_of_the_language_model(config: dict[str, object], tmp_path: Path) -> None:
+    """Which a vision model keeps in a section of its own."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_vocabulary_size(tmp_path) == 48

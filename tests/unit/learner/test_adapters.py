@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from seed_async.adapters import add_adapters
-from seed_async.learner.adapters import plain_parameters, published_parameters
+from seed_async.learner.adapters import choose_parameters, plain_parameters
 from seed_async.learner.checkpoint import restore, take_snapshot, trained_parameters, write_checkpoint
 from seed_async.learner.export import merge_checkpoint
 from seed_async.learner.ranks import Ranks
@@ -77,9 +77,9 @@ def test_only_the_layers_that_are_named_get_one() -> None:
 
 def test_what_is_published_as_adapters_is_what_was_trained_by_the_names_of_peft() -> None:
     model, _ = trained()
-    assert published_parameters(Model(path=Path("m"), lora=LORA)) is plain_parameters
+    assert choose_parameters(Model(path=Path("m"), lora=LORA)) is plain_parameters
     adapters = LORA.model_copy(update={"publish": "adapters"})
-    published = Ranks().gather(model, published_parameters(Model(path=Path("m"), lora=adapters)))
+    published = Ranks().gather(model, choose_parameters(Model(path=Path("m"), lora=adapters)))
     own = trained_parameters(model)
     assert [name.removeprefix("base_model.model.") for name in published] == [
         name.replace(".default", "") for name in own
