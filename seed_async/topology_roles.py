@@ -92,11 +92,13 @@ class EngineRole(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """What the engine computes on; vLLM has a build of its own for each."""
     gpus: tuple[NonNegative, ...] = ()
-    """device cuda: the devices, `gpus_each` a process, process after process. Empty takes the next ones that no role
-    has (seed_async/placement.py); to share a device, name it for both."""
+    """device cuda: the devices, `gpus_each` a process, process after process, numbered from 0 among those that the
+    launcher sees (CUDA_VISIBLE_DEVICES). Empty takes the next ones that no role has (seed_async/placement.py); to share
+    a device, name it for both."""
     max_slots: Positive = 16
     """Requests that run at once; each slot of the torch engine holds one context in the KV cache."""
     threads: Positive = 1
+    """Of a process, or with vLLM of each of its workers; more than there are free cores makes all of them slower."""
     vllm: VllmOptions = VllmOptions()
 
     @property
@@ -130,7 +132,7 @@ class Policy(EngineRole):
     """Policy servers."""
 
     max_slots: Positive = 64
-    """Requests that run at once; each slot of the torch engine holds one context in the KV cache."""
+    """As many as play at once by default, 2 actors of 16 games, and a panel of 32 that is evaluated beside them."""
     http: Http | None = None
     """Serve chats over HTTP too; None: no."""
 
@@ -145,8 +147,9 @@ class Learner(Section):
     ranks: Positive = 1
     """Processes that share one model by FSDP2, each with its part of the weights and of every batch."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """What the model is computed on, in Stage 1 too; with `cuda` rank r uses the r-th device of `gpus`."""
     gpus: tuple[NonNegative, ...] = ()
-    """device cuda: one for each rank; empty takes the first ones that no role has."""
+    """device cuda: one for each rank, numbered as those of the engines; empty takes the first ones that no role has."""
     threads: Positive = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the layers compute in. `bfloat16` is faster on a CPU or GPU that has it, and moves the log-probs away from

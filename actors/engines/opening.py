@@ -1,4 +1,4 @@
-"""Opens the generation engine that `roles.policy.engine` asks for. An engine's libraries are imported only then."""
+"""Opens the generation engine that a role asks for. An engine's libraries are imported only then."""
 
 import os
 from pathlib import Path
@@ -28,8 +28,7 @@ VLLM_DEFAULTS = {
 def prepare_vllm(threads: int) -> None:
     """Set the environment of vLLM, which reads it when it is imported; `threads` go to each worker on the CPU.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING becomes 0 whatever it was: the engine works in no other way, and nothing else in this
-    process uses vLLM. Other variables keep a value that they have.
+    Nothing else in this process uses vLLM.
     """
     os.environ.update(VLLM_REQUIRED)
     for name, value in {**VLLM_DEFAULTS, "OMP_NUM_THREADS": str(threads)}.items():

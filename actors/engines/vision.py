@@ -47,6 +47,7 @@ class Vision:
         size, limit = request.prompt_ids.size, int(self._table.length_limit[slot])
         shift = 0
         if request.images:
+            # The ids matter for their shape only: the kinds say where the images are.
             kinds = torch.from_numpy((request.prompt_ids < 0).astype(np.int32))
             grids = torch.tensor([image.grid for image in request.images])
             positions, shifts = self._model.get_rope_index(kinds[None].long(), kinds[None], image_grid_thw=grids)

@@ -42,7 +42,7 @@ class DrawGenerator(torch.Generator):
         return self
 
 
-class OneAdapterWrapper(PunicaWrapperCPU):  # type: ignore[misc]
+class OneAdapterWrapper(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM has no types
     """What adapters add to the output of a linear layer, for T tokens of a step."""
 
     def _shrink_prefill(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:

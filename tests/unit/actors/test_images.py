@@ -81,7 +81,7 @@ def gif() -> bytes:
         (PROMPT, [SMALL[:-30]], "cannot be decoded"),
         (PROMPT, [png_header(16, 16)], "cannot be decoded"),
         (PROMPT, [picture(2000, 8)], "image 0 has 2000x8 pixels: .*aspect ratio"),
-        (PROMPT, [png_header(4000, 4000)], f"image 0 has 4000x4000 pixels, more than {MAX_IMAGE_PIXELS}"),
+        (PROMPT, [png_header(4000, 4000)], f"image 0 has 4000x4000, more than {MAX_IMAGE_PIXELS} pixels"),
         (PROMPT, [png_header(10_000, 10_000)], f"more than {MAX_IMAGE_PIXELS} pixels"),
         (PROMPT, [png_header(60_000, 60_000)], f"more than {MAX_IMAGE_PIXELS} pixels"),
         (PROMPT, [SMALL + bytes(MAX_IMAGE_BYTES)], f"more than {MAX_IMAGE_BYTES}"),
