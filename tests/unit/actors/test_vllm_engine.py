@@ -1,111 +1,29 @@
 """The vLLM engine samples what the torch engine and plain transformers do, at the weights that it says it used."""
 
 import os
-from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from structlog import wrap_logger
-from structlog.testing import LogCapture
 
 from seed_async.actors.engines.opening import open_engine, prepare_vllm
 from seed_async.actors.engines.torch_engine import TorchEngine
-from seed_async.actors.weight_loader import WeightLoader
-from seed_async.messages import Canary
-from seed_async.metrics import Metrics
 from seed_async.ports import Engine, Generation, RequestRefusedError, Sampling
-from seed_async.topology import Lora
 from seed_async.topology_roles import Policy, VllmOptions
-from seed_async.weights import SegmentSource, SegmentStore, WeightReceiver
-from seed_async.weights.canary import canary_gap_nats, canary_text
 from tests.fakes.chat import save_tokenizer
-from tests.fakes.weight_link import HeardLink
-from tests.reference.engines import HEAD_DIM, drain, make_prompts, needs_vllm
-from tests.reference.generate_reference import (
-    VOCABULARY,
-    add_random_adapters,
-    plain_twin,
-    score_reference,
-    tiny_model,
-    weights_of,
+from tests.reference.engines import drain, make_prompts, needs_vllm
+from tests.reference.generate_reference import VOCABULARY, plain_twin, score_reference, tiny_model, weights_of
+from tests.reference.vllm_checks import (
+    CANARY,
+    CONTEXT,
+    NUM_SLOTS,
+    TOLERANCE,
+    logprobs_after,
+    model,
+    update_in_flight,
 )
 
 pytestmark = needs_vllm
-CONTEXT = 1600
-NUM_SLOTS = 32
-TOLERANCE = 1e-4
-"""Nats: float32 sums in another order. Stale weights or keys move log-probs by more than a hundred times as much."""
-
-
-CANARY = canary_text(VOCABULARY)
-
-
-def model(seed: int = 0, *, tied: bool = False):
-    return tiny_model(seed=seed, tied=tied, head_dim=HEAD_DIM, context=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    for tied in (False, True):
-        model(tied=tied).save_pretrained(folder / str(tied))
-        save_tokenizer(folder / str(tied))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def opened():
-    """The engines of this process. vLLM's share their process groups: the first that is closed ends them all."""
-    opened: dict[tuple[object, ...], Engine] = {}
-    yield opened
-    for engine in opened.values():
-        engine.close()
-
-
-@pytest.fixture(scope="module")
-def open_vllm(folders, opened):
-    """Opens engines, once each; a test finds one idle, without a prefix, at the weights of seed 0.
-
-    One with adapters is for one test.
-    """
-    prepare_vllm(threads=1)
-    from tests.fakes.vllm_engines import open_variant
-
-    def open_one(
-        variant: str = "whole",
-        *,
-        tied: bool = False,
-        max_slots: int = NUM_SLOTS,
-        lora: Lora | None = None,
-        **options,
-    ) -> Engine:
-        key = (variant, tied, max_slots, lora, *options.items())
-        if key not in opened:
-            opened[key] = open_variant(
-                variant,
-                folders / str(tied),
-                max_slots=max_slots,
-                max_context_tokens=CONTEXT,
-                options=VllmOptions(**{"kv_cache_gib": 1 / 16, **options}),
-                lora=lora,
-            )
-        else:
-            assert lora is None
-            drain(opened[key])
-            opened[key].load_weights(opened[key].health().version + 1, weights_of(model(tied=tied)))
-        return opened[key]
-
-    return open_one
-
-
-def logprobs_after(twin, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
-    """Log-probs float64 [T, V] of what comes at each place of the response, all from one plain forward pass."""
-    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
-    with torch.no_grad():
-        logits = twin(input_ids=ids, use_cache=False).logits[0, prompt.size - 1 : -1].double()
-    return torch.log_softmax(logits, dim=-1).numpy()
 
 
 def play(engine: Engine, prompts: list[np.ndarray], order: np.ndarray, lengths: np.ndarray) -> dict[str, Generation]:
@@ -170,85 +88,10 @@ def test_draws_follow_the_distribution(open_vllm):
     assert statistic < likely.sum() + 4 * np.sqrt(2 * likely.sum())  # chi-squared: mean k, variance 2k
 
 
-def update_in_flight(
-    engine: Engine, *, tied: bool = False, lora: Lora | None = None, num_slots: int = NUM_SLOTS
-) -> tuple[float, float]:
-    """Change the weights while requests run in all slots; the largest log-prob gap before the change and after it.
-
-    Every request must end, whole, with its border exactly there.
-    """
-    prompts = make_prompts(*np.random.default_rng(1).integers(3, 120, num_slots).tolist(), seed=1)
-    if lora is None:
-        twins = [plain_twin(model(seed, tied=tied)) for seed in (0, 1)]
-        new = weights_of(model(1, tied=tied))
-    else:
-        twins = [plain_twin(model(tied=tied)) for _ in range(2)]
-        old, new = (add_random_adapters(twin, lora, seed) for seed, twin in enumerate(twins))
-        engine.load_weights(engine.health().version + 1, old)
-    version = engine.health().version
-    for index, prompt in enumerate(prompts):
-        engine.submit(str(index), prompt, Sampling(temperature=1.0, max_new_tokens=20, seed=index), "act")
-    finished: dict[str, Generation] = {}
-    for _ in range(8):
-        finished.update((each.request_id, each) for each in engine.step())
-    assert finished == {} and engine.health().running == num_slots
-    sampled_before = engine.health().generated_tokens
-    engine.load_weights(version + 1, new)
-    finished = drain(engine)
-    assert finished.keys() == {str(index) for index in range(num_slots)}
-    gaps: list[list[float]] = [[], []]
-    num_before = 0
-    for index, prompt in enumerate(prompts):
-        done = finished[str(index)]
-        border = int((done.versions == version).sum())
-        assert done.versions.tolist() == [version] * border + [version + 1] * (20 - border) and 0 < border < 20
-        num_before += border
-        scores = [logprobs_after(twin, prompt, done.token_ids)[np.arange(20), done.token_ids] for twin in twins]
-        assert np.abs(scores[0] - scores[1]).max() > 0.1
-        for gap, part, score in zip(gaps, (slice(0, border), slice(border, 20)), scores, strict=True):
-            gap.append(np.abs(done.logprobs[part] - score[part]).max())
-    assert num_before == sampled_before - engine.health().generated_tokens + 20 * num_slots
-    return max(gaps[0]), max(gaps[1])
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_tokens_around_a_weight_load_match_the_weights_of_their_version(open_vllm, tied):
     before, after = update_in_flight(open_vllm(tied=tied), tied=tied)
     assert before < TOLERANCE and after < TOLERANCE
-
-
-@pytest.mark.parametrize("lora", [Lora(rank=5, alpha=10), Lora(rank=8, targets=("q_proj", "down_proj"))])
-def test_tokens_around_new_adapters_match_those_of_their_version(open_vllm, lora):
-    """All linear layers, or one of three that vLLM packs; a rank that vLLM has no room of the size for."""
-    engine = open_vllm(tied=True, max_slots=8, lora=lora)
-    before, after = update_in_flight(engine, tied=True, lora=lora, num_slots=8)
-    assert before < TOLERANCE and after < TOLERANCE
-    twin = plain_twin(model(tied=True))
-    engine.load_weights(engine.health().version + 1, add_random_adapters(twin, lora, seed=2))
-    assert np.abs(engine.score(*CANARY) - score_reference(twin, *CANARY)).max() < TOLERANCE
-    with pytest.raises(KeyError, match=r"lora_A.*embed_tokens"):
-        engine.load_weights(9, weights_of(model(tied=True)))
-
-
-@pytest.mark.parametrize("adapters", [(1, 1, 1, 1, 1), (2, 2, 2, 2, 2), (1, 1, 1, 2, 2)])
-def test_tokens_of_one_adapter_and_of_two_get_what_vllms_own_products_give_them(adapters):
-    prepare_vllm(threads=1)
-    from vllm.lora.layers import LoRAMapping
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-
-    from seed_async.actors.engines.vllm_cpu import OneAdapterWrapper
-
-    torch.manual_seed(0)
-    x, y = torch.randn(5, 6), torch.randn(5, 7)
-    down, up = [torch.randn(2, 1, 3, 6) for _ in range(2)], [torch.randn(2, 1, size, 3) for size in (4, 3)]
-    outputs = []
-    for kind in (PunicaWrapperCPU, OneAdapterWrapper):
-        wrapper, output = kind(16, 8, "cpu"), y.clone()
-        wrapper.update_metadata(LoRAMapping(adapters, adapters, is_prefill=True), [1, 2], 3, VOCABULARY)
-        wrapper.add_lora_linear(output, x, tuple(down), tuple(up), 0.5, (4, 3))
-        outputs.append(output)
-    torch.testing.assert_close(*outputs)
-    assert (outputs[0] != y).all()
 
 
 def test_without_emptying_the_cache_tokens_would_come_from_two_versions(open_vllm):
@@ -320,7 +163,7 @@ def test_what_vllm_would_change_or_fail_at_later_is_refused(open_vllm, tmp_path)
 
 def test_the_factory_opens_the_engine_of_the_topology(open_vllm, opened, folders):
     policy = Policy(engine="vllm", max_slots=2, vllm=VllmOptions(kv_cache_gib=1 / 128))
-    engine = opened["factory",] = open_engine(policy, folders / "True", max_context_tokens=32, version=-1)
+    engine = opened[("factory",)] = open_engine(policy, folders / "True", max_context_tokens=32, version=-1)
     assert type(engine) is type(open_vllm()) and engine.health().version == -1
     assert engine.score(*CANARY).shape == (16,), "though the canary is longer than its context"
     assert isinstance(open_engine(Policy(max_slots=2), folders / "True", max_context_tokens=64), TorchEngine)
@@ -356,121 +199,7 @@ def test_requests_that_do_not_fit_into_the_cache_together_wait_and_end_as_they_w
         assert responses[0][str(index)].token_ids.tolist() == responses[1][str(index)].token_ids.tolist()
 
 
-def canary_gap(engine, twin) -> float:
-    return canary_gap_nats(score_reference(twin, *CANARY), engine.score(*CANARY))
-
-
-def test_scores_are_those_of_plain_transformers_in_float32_and_near_them_in_bfloat16(open_vllm):
-    # Small steps prefill the text in pieces. Nothing of it is taken from the cache that its first round has filled.
-    for options in ({}, {"max_num_batched_tokens": 64}, {"tied": True}):
-        engine = open_vllm(**options)
-        for seed in (1, 0):
-            engine.load_weights(engine.health().version + 1, weights_of(model(seed, tied=options.get("tied", False))))
-            before, twin = engine.health(), plain_twin(model(seed, tied=options.get("tied", False)))
-            assert max(canary_gap(engine, twin) for _ in range(2)) < TOLERANCE
-            prompt, response = np.split(*make_prompts(300), [200])
-            assert np.abs(engine.score(prompt, response) - score_reference(twin, prompt, response)).max() < TOLERANCE
-            assert engine.health() == before
-    gap = canary_gap(open_vllm(tied=True, dtype="bfloat16"), plain_twin(model(tied=True)))
-    assert TOLERANCE < gap < 0.5, "the default of weights.canary_tolerance"
-
-
-def test_scoring_disturbs_none_of_32_requests_that_run(open_vllm):
-    engine, twin = open_vllm(), plain_twin(model())
-    prompts = make_prompts(*np.random.default_rng(6).integers(3, 200, NUM_SLOTS + 8).tolist(), seed=6)
-
-    def play(loads: bool, scores: bool) -> dict[str, Generation]:
-        for index, prompt in enumerate(prompts):
-            sampling = Sampling(temperature=index % 2, max_new_tokens=20 + index, seed=index)
-            engine.submit(str(index), prompt, sampling, "act")
-        finished: dict[str, Generation] = {}
-        for _ in range(4):
-            finished.update((each.request_id, each) for _ in range(4) for each in engine.step())
-            if loads:
-                engine.load_weights(engine.health().version + 1, weights_of(model()))
-            before = engine.health()
-            assert before.running == NUM_SLOTS
-            if scores:
-                assert canary_gap(engine, twin) < TOLERANCE
-                after = engine.health()
-                # Requests that hold no keys need not be prefilled again for it.
-                assert after == before if loads else after.prefilled_tokens > before.prefilled_tokens
-                assert (after.running, after.generated_tokens) == (before.running, before.generated_tokens)
-        return finished | drain(engine)
-
-    expected = play(loads=False, scores=False)
-    for loads in (False, True):
-        found = play(loads, scores=True)
-        assert {name: each.token_ids.tolist() for name, each in found.items()} == {
-            name: each.token_ids.tolist() for name, each in expected.items()
-        }
-        assert all(np.abs(each.logprobs - expected[name].logprobs).max() < TOLERANCE for name, each in found.items())
-
-
-def test_what_goes_wrong_while_scoring_leaves_every_request_as_it_was(open_vllm):
-    from tests.fakes.vllm_engines import scorer_of
-
-    engine = open_vllm()
-    prompts, sampling = make_prompts(40, 50, 60), Sampling(temperature=0.0, max_new_tokens=8)
-    for index, prompt in enumerate(prompts):
-        engine.submit(str(index), prompt, sampling, "act")
-    engine.step()
-    with pytest.raises(RuntimeError, match="3 of vLLM's 3 requests are not in its queue"):
-        scorer_of(engine).score(np.concatenate(CANARY).tolist())
-    with pytest.raises(ValueError, match="1610 tokens cannot be scored"):
-        engine.score(*make_prompts(CONTEXT, 10))
-    with pytest.raises(RuntimeError, match="stumbled"):
-        scorer_of(engine, stumbles=True).score(np.concatenate(CANARY).tolist())
-    assert canary_gap(engine, plain_twin(model())) < TOLERANCE
-    finished = drain(engine)
-    for index, prompt in enumerate(prompts):
-        token_ids = finished[str(index)].token_ids
-        assert token_ids.tolist() == logprobs_after(plain_twin(model()), prompt, token_ids).argmax(axis=1).tolist()
-
-
 def test_the_engine_core_stays_in_this_process_whatever_the_environment_said(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     prepare_vllm(threads=1)
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-
-
-def test_a_vllm_whose_scheduler_is_not_the_known_one_is_refused(open_vllm):
-    from seed_async.actors.engines.vllm_scoring import SoloScorer
-
-    with pytest.raises(RuntimeError, match="VLLM_ENABLE_V1_MULTIPROCESSING must be 0"):
-        SoloScorer(SimpleNamespace(engine_core=None))
-    other = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler={})))
-    with pytest.raises(RuntimeError, match="dict is not the scheduler"):
-        SoloScorer(other)
-
-
-def test_the_canary_refuses_a_version_that_the_output_layer_has_not_taken_over(open_vllm, tmp_path):
-    store, tolerance_nats = SegmentStore(tmp_path), 1e-3  # the default in float32
-
-    def update(version: int, seed: int, scale: float = 1.0):
-        new = model(seed, tied=True)
-        canary = Canary(vocabulary=VOCABULARY, logprobs=tuple(score_reference(plain_twin(new), *CANARY).tolist()))
-        tensors = {name: tensor * np.float32(scale) for name, tensor in weights_of(new).items()}
-        return msgspec.structs.replace(store.stage(version, tensors), canary=canary), tensors
-
-    (prompt,) = make_prompts(60)
-    for variant, wrong in (("keeps packed head", {"seed": 1}), ("whole", {"seed": 1, "scale": np.nan})):
-        engine, metrics, link, log = open_vllm(variant, tied=True), Metrics("policy", "0"), HeardLink(), LogCapture()
-        receiver = WeightReceiver(link, SegmentSource(), "policy-0:1", "policy")
-        logger = wrap_logger(None, processors=[log])
-        loader = WeightLoader(engine, receiver, "policy-0", tolerance_nats, metrics, logger)
-        old = engine.health().version + 1
-        assert loader.load(update(old, seed=0))
-        assert 0 < metrics.registry.get_sample_value("seed_async_canary_gap_nats") < TOLERANCE < tolerance_nats
-        engine.submit("runs", prompt, Sampling(temperature=0.0, max_new_tokens=8), "act")
-        engine.step()
-        refused = update(old + 1, **wrong)
-        assert not loader.load(refused)
-        (alarm,) = [line for line in log.entries if line["log_level"] == "error"]
-        assert (alarm["engine"], alarm["version"], alarm["serves"]) == ("policy-0", old + 1, old)
-        assert alarm["gap_nats"] > 100 * tolerance_nats
-        assert (link.heard.version, link.heard.refused, link.heard.refusal) == (old, refused[0].key, "canary")
-        done = drain(engine)["runs"]
-        likeliest = logprobs_after(plain_twin(model(tied=True)), prompt, done.token_ids).argmax(axis=1)
-        assert done.token_ids.tolist() == likeliest.tolist() and set(done.versions.tolist()) == {old}
-    assert loader.load(update(old + 2, seed=1)) and link.heard.version == old + 2
