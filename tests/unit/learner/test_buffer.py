@@ -348,7 +348,7 @@ def test_without_a_teacher_nothing_is_analysed_and_nothing_waited_for(method: st
     """The batch is ready as soon as its groups are."""
     buffer = open_buffer(method=method)
     play(buffer, buffer.grant("a", "a1", 4, 0.0))
-    assert buffer.claim_analyses(9, 0.0) == ()
+    assert buffer.claim_analyses(9, 0.0) == () and buffer.analysis_backlog == 0
     assert {(sample.skill, sample.skill_reason) for sample in buffer.take_batch(0)} == {(None, "method")}
 
 
@@ -373,15 +373,6 @@ def test_a_hindsight_method_waits_for_the_analysis(method: str) -> None:
     assert buffer.take_batch(0) == ()
     analyse_all(buffer)
     assert len(buffer.take_batch(0)) == 4
-
-
-def test_trajectories_are_claimed_once_oldest_first() -> None:
-    """Two analyzers never get the same one."""
-    buffer = open_buffer()
-    trajectories = play(buffer, buffer.grant("a", "a1", 4, 0.0))
-    assert [*buffer.claim_analyses(3, 0.0), *buffer.claim_analyses(3, 0.0)] == trajectories
-    assert buffer.claim_analyses(3, 0.0) == ()
-    assert buffer.analysis_backlog == 4
 
 
 def test_an_unanswered_claim_is_offered_again_in_order_and_the_first_answer_counts() -> None:
@@ -422,14 +413,6 @@ def test_a_skill_and_the_reason_for_none_reach_the_learner() -> None:
     samples = buffer.take_batch(0)
     assert [sample.skill and sample.skill.episode_skill for sample in samples] == ["look", None, None, "put"]
     assert [sample.skill_reason for sample in samples] == ["", "unparsed", "too_long", ""]
-
-
-def test_a_method_without_skills_waits_for_none() -> None:
-    """Its groups train at once."""
-    buffer = open_buffer(method="grpo")
-    play(buffer, buffer.grant("a", "a1", 4, 0.0))
-    assert buffer.claim_analyses(9, 0.0) == () and buffer.analysis_backlog == 0
-    assert [sample.skill_reason for sample in buffer.take_batch(0)] == ["method"] * 4
 
 
 def test_the_analysis_queue_does_not_grow_without_analyzers() -> None:
