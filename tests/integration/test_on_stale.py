@@ -15,20 +15,25 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the run."""
-    run_dir = tmp_path_factory.mktemp("runs") / "boxes"
-    # Few players for large groups: some episodes of a batch are played long before the others.
-    masking = ("staleness.on_stale=mask", "method=grpo", "roles.actors.games_each=3")
-    process = launch(run_dir, "run.updates=1000", "run.max_minutes=0.12", *masking)
+    folder = tmp_path_factory.mktemp("runs")
+    sets = ["staleness.on_stale=mask", "method=grpo", "run.updates=1000", "run.max_minutes=0.1"]
+    # A game is overtaken by two updates of one group each: its first turn is too old when its group is trained.
+    sets += ["env.id=tests.fakes.straggler:StragglerSuite", f"env.games={folder}", "buffer.lease_timeout_s=120"]
+    sets += ["rollout.groups_per_update=1", "rollout.group_size=2"]
+    # The straggler blocks all games of its actor.
+    sets += ["roles.actors.replicas=2", "roles.actors.games_each=1"]
+    sets += ["roles.evaluation.every=1000", "roles.evaluation.games=4"]
+    process = launch(folder / "boxes", *sets)
     output = finish(process)
     assert process.returncode == 0, output
-    return run_dir
+    return folder / "boxes"
 
 
 def test_a_run_that_masks_drops_nothing_for_its_age_and_keeps_the_bound(ended: Path) -> None:
     """What the buffer masks is what the learner leaves out, token by token: the audit compares both journals."""
     counts = assert_counts_add_up(ended)
     audit = audit_run(RunDir(ended), load_topology(ended / "topology.yaml"))
-    assert counts["dropped"] == {} and max(audit.ages) <= 1
+    assert counts["masked"]["tokens"] > 0 and counts["dropped"] == {} and max(audit.ages) <= 1
     metrics = lines(ended / "metrics.jsonl")
     assert max(line["age_max"] for line in metrics) <= 1
     assert sum(line.get("masked_tokens_stale", 0) for line in metrics) == counts["masked"]["tokens"]
