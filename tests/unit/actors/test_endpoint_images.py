@@ -40,7 +40,7 @@ def logprobs(answer: Any) -> list[float]:
 
 
 def test_an_image_is_seen_where_it_stands_and_counted(endpoint: RunningEndpoint) -> None:
-    """Whole and streamed; another image gives another answer, the same one is found cached."""
+    """Another image gives another answer, the same one is found cached."""
     first, other = picture(WIDTH, HEIGHT, seed=1), picture(WIDTH, HEIGHT, seed=2, kind="JPEG")
     body = body_of("Task: ", image_part(first), "what is it?", logprobs=True)
     status, answer = ask(endpoint, body)
@@ -54,7 +54,13 @@ def test_an_image_is_seen_where_it_stands_and_counted(endpoint: RunningEndpoint)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == text.size - 2 + POSITIONS
     status, different = ask(endpoint, body_of("Task: ", image_part(other, "jpeg"), "what is it?", logprobs=True))
     assert status == 200 and logprobs(different) != pytest.approx(logprobs(answer), abs=1e-2)
+
+
+def test_an_answer_about_an_image_is_the_same_streamed_to_openais_client(endpoint: RunningEndpoint) -> None:
     openai = pytest.importorskip("openai", reason="openai is not installed: make setup")
+    body = body_of("Task: ", image_part(picture(WIDTH, HEIGHT, seed=1)), "what is it?")
+    status, answer = ask(endpoint, body)
+    assert status == 200, answer
     client = openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", timeout=60, max_retries=0)
     chunks = list(client.chat.completions.create(**body, stream=True))
     shown = "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from seed_async.actors.engines import images as module
 from seed_async.actors.engines.images import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
@@ -23,7 +22,6 @@ from seed_async.actors.engines.images import (
 from seed_async.actors.engines.torch_engine import TorchEngine
 from seed_async.ports import RequestRefusedError, Sampling
 from tests.reference.engines import drain
-from tests.reference.generate_reference import tiny_model
 from tests.reference.vision_models import (
     PLACEHOLDER,
     image_processor,
@@ -74,7 +72,8 @@ def gif() -> bytes:
         (prompt_with_images(5), [SMALL], "1 images for 0 placeholders"),
         (np.full(3, PLACEHOLDER), [SMALL] * 3, "follow each other"),
         (prompt_with_images(*["image"] * 20), [SMALL] * 20, f"120 tokens, the context of {CONTEXT} leaves no room"),
-        (prompt_with_images(44, "image", 9), [picture(24, 24)], "the prompt has 64 tokens"),
+        # Nothing could be decoded of the next one: its header alone has said how many positions it takes.
+        (prompt_with_images(44, "image", 9), [png_header(24, 24)], "the prompt has 64 tokens"),
         (PROMPT, [b""], "image 0 is no PNG or JPEG"),
         (PROMPT, [b"\x89PNG\r\n\x1a\n"], "image 0 is no PNG or JPEG"),
         (PROMPT, [gif()], "image 0 is no PNG or JPEG"),
@@ -102,20 +101,8 @@ def test_too_many_images_are_refused(engine):
         reader.place(ids, [SMALL] * (MAX_IMAGES + 1))
 
 
-def test_nothing_is_decoded_of_an_image_that_is_too_large_or_does_not_fit(engine, monkeypatch):
-    """A decompression bomb is small until it is unpacked."""
-    monkeypatch.setattr(module.Image.Image, "convert", lambda *_: pytest.fail("decoded"))
-    for prompt, content in (
-        (PROMPT, png_header(4000, 4000)),
-        (PROMPT, png_header(60_000, 60_000)),
-        (prompt_with_images(44, "image", 9), picture(24, 24)),
-    ):
-        with pytest.raises(RequestRefusedError):
-            engine.submit("a", prompt, Sampling(temperature=0.0, max_new_tokens=2), "act", [content])
-
-
-def test_whatever_the_bytes_are_the_engine_refuses_or_serves_them():
-    """Damaged files of both kinds, each byte range in turn."""
+def test_damaged_bytes_are_decoded_or_refused_by_the_one_error():
+    """Files of both kinds, with some bytes at a random place replaced, left out or added."""
     reader = ImageReader(PLACEHOLDER, image_processor())
     rng = np.random.default_rng(0)
     outcomes = set()
@@ -131,12 +118,6 @@ def test_whatever_the_bytes_are_the_engine_refuses_or_serves_them():
             except ImageFaultError:
                 outcomes.add("refused")
     assert outcomes == {"served", "refused"}
-
-
-def test_a_text_model_takes_no_images():
-    engine = TorchEngine(tiny_model(), max_slots=1, max_context_tokens=CONTEXT)
-    with pytest.raises(RequestRefusedError, match="this model takes no images"):
-        submit_greedy(engine, PROMPT[:3], [SMALL], 2)
 
 
 def test_an_image_takes_a_position_for_each_square_of_patches_after_merging():
