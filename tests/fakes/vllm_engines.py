@@ -9,6 +9,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from seed_async.actors.engines.vllm_engine import VllmEngine
 from seed_async.actors.engines.vllm_scoring import SoloScorer
 from seed_async.actors.engines.vllm_weights import ARRAYS, ArrayTransferEngine
+from seed_async.topology import Lora
 from seed_async.topology_roles import VllmOptions
 
 NOT_REFRESHED = "arrays_without_refresh"
@@ -30,7 +31,7 @@ class KeepsPackedHead(ArrayTransferEngine):
 
 
 class Stumbles:
-    """vLLM's own engine, but for its next step, which fails with a request just added."""
+    """vLLM's own engine, but for its steps: every one fails, also with a request just added."""
 
     def __init__(self, engine: LLMEngine) -> None:
         """Wrap it."""
@@ -50,10 +51,12 @@ def scorer_of(engine: VllmEngine, *, stumbles: bool = False) -> SoloScorer:
     return SoloScorer(Stumbles(engine._engine) if stumbles else engine._engine)
 
 
-def open_variant(variant: Variant, folder: Path, *, options: VllmOptions, **limits: Any) -> VllmEngine:
+def open_variant(
+    variant: Variant, folder: Path, *, options: VllmOptions, lora: Lora | None = None, **limits: int
+) -> VllmEngine:
     """Open an engine on a checkpoint folder."""
     transfer = NOT_REFRESHED if variant == "keeps packed head" else ARRAYS
     if transfer == NOT_REFRESHED and NOT_REFRESHED not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NOT_REFRESHED, KeepsPackedHead)
     kind = KeepsPrefixes if variant == "keeps prefixes" else VllmEngine
-    return kind(folder, options=options, array_transfer=transfer, **limits)
+    return kind(folder, options=options, array_transfer=transfer, lora=lora, **limits)

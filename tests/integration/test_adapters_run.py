@@ -28,9 +28,10 @@ pytestmark = pytest.mark.integration
 LORA = Lora(rank=4, alpha=8, publish="adapters")
 
 
-def test_engines_apply_published_adapters_on_the_model_that_the_run_started_from(tmp_path: Path) -> None:
-    """The learner goes on from a checkpoint of adapters, the policy server anew from the initial model."""
-    run_dir = tmp_path / "adapters"
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose learner goes on from a checkpoint of adapters, its policy server anew from the initial model."""
+    run_dir = tmp_path_factory.mktemp("runs") / "adapters"
     sets = [f"model.lora.{key}={value}" for key, value in (("rank", 4), ("alpha", 8), ("publish", "adapters"))]
     sets += ["roles.actors.replicas=1", "roles.evaluation.games=4", "optimizer.lr=1.0e-2"]
     process = launch(run_dir, *sets, "run.updates=3", "checkpoint.every=1")
@@ -40,6 +41,10 @@ def test_engines_apply_published_adapters_on_the_model_that_the_run_started_from
         before[name].send_signal(signal.SIGKILL)
     output = finish(process)
     assert process.returncode == 0, output
+    return run_dir
+
+
+def test_engines_apply_published_adapters_on_the_model_that_the_run_started_from(run_dir: Path) -> None:
     assert_went_on(run_dir, 3)
     served = adapter_parameters(load_model(stage1_model(), lora=LORA))
     _, num_bytes = layout({name: parameter.numpy() for name, parameter in served.items()})
@@ -51,7 +56,10 @@ def test_engines_apply_published_adapters_on_the_model_that_the_run_started_from
         assert len(gaps) == len(loaded) and max(gaps) < 1e-5
     sampled = [line["sampler_gap_max"] for line in lines(run_dir / "metrics.jsonl") if "sampler_gap_max" in line]
     assert sampled and max(sampled) < 1e-3
-    # What was exported is a plain model: the initial one with the adapters of the last version.
+
+
+def test_the_final_model_is_the_initial_one_merged_with_the_last_adapters(run_dir: Path, tmp_path: Path) -> None:
+    """A plain model, of which the linear layers alone have changed."""
     found = newest_checkpoint(run_dir / "checkpoints")
     assert found is not None and found[1].version == 3
     assert merge_checkpoint(found[0], stage1_model(), tmp_path / "merged", LORA) == 3

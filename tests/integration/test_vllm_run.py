@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from seed_async.actors.engines.opening import open_engine
-from seed_async.ports import Sampling
+from seed_async.ports import Sampling, Scorer
 from seed_async.topology_roles import Policy, VllmOptions
 from seed_async.weights.canary import canary_gap_nats, canary_text
 from tests.fakes.chat import save_tokenizer
@@ -25,7 +25,7 @@ from tests.reference.generate_reference import (
 pytestmark = [pytest.mark.integration, needs_vllm]
 
 
-def test_a_run_learns_from_what_vllm_has_sampled(tmp_path: Path) -> None:
+def test_a_run_learns_from_what_vllm_sampled_and_analysed_and_the_canary_agrees_at_every_load(tmp_path: Path) -> None:
     """The learner finds the log-probs that vLLM reported at the version that it named, through six of them."""
     run_dir = tmp_path / "boxes"
     sets = [f"roles.{role}={{engine: vllm, vllm: {{kv_cache_gib: 0.05}}}}" for role in ("policy", "analyzers")]
@@ -50,13 +50,14 @@ def test_two_workers_get_new_weights_through_shared_memory(tmp_path: Path) -> No
     save_tokenizer(tmp_path)
     options = VllmOptions(tensor_parallel=2, kv_cache_gib=1 / 128)
     engine = open_engine(Policy(engine="vllm", max_slots=2, vllm=options), tmp_path, max_context_tokens=64)
+    assert isinstance(engine, Scorer)
     (prompt,) = make_prompts(40)
     text = canary_text(VOCABULARY)
     for seed in (0, 1):
         model = tiny_model(seed=seed, tied=True, head_dim=HEAD_DIM)
         if seed:
             engine.load_weights(seed, weights_of(model))
-        assert canary_gap_nats(score_reference(plain_twin(model), *text), engine.score(*text)) < 1e-4  # type: ignore[attr-defined]
+        assert canary_gap_nats(score_reference(plain_twin(model), *text), engine.score(*text)) < 1e-4
         engine.submit("a", prompt, Sampling(temperature=0.0, max_new_tokens=12), "act")
         done = drain(engine)["a"]
         ids, scores = greedy_reference(plain_twin(model), prompt, 12)

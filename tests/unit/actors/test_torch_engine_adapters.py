@@ -35,16 +35,16 @@ def open_adapted(folder, family: str = "llama", *, tied: bool = False, lora: Lor
 
 @pytest.mark.parametrize(("family", "tied"), [(family, family == "qwen2") for family in FAMILIES])
 @pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")])
-def test_published_adapters_give_exactly_what_the_learner_computes(tmp_path, family, tied, targets):
-    """No merging, no rounding: the same products in the same order."""
+def test_published_adapters_give_what_the_learner_computes_to_the_bit(tmp_path, family, tied, targets):
+    """No merging, no rounding: the same products."""
     lora = LORA.model_copy(update={"targets": targets})
     engine, text = open_adapted(tmp_path, family, tied=tied, lora=lora), canary_text(VOCABULARY)
     learner = load_policy(tmp_path)
     plain = score_canary(learner, "float32")
-    assert canary_gap_nats(plain.logprobs, engine.score(*text)) < 1e-5
+    assert canary_gap_nats(plain.logprobs, engine.score(*text)) == 0
     engine.load_weights(1, add_random_adapters(learner, lora, seed=1))
     adapted = score_canary(learner, "float32")
-    assert canary_gap_nats(adapted.logprobs, engine.score(*text)) < 1e-5
+    assert canary_gap_nats(adapted.logprobs, engine.score(*text)) == 0
     assert canary_gap_nats(plain.logprobs, np.array(adapted.logprobs)) > 0.1
 
 
