@@ -79,7 +79,8 @@ test-alfworld-long: $(ALFWORLD_STAMP)
 # Those that need vLLM; without it `make test` skips them and says so.
 test-vllm: $(VLLM_STAMP)
 	$(BIN)/python -m pytest tests/unit/actors/test_engine_service.py tests/unit/actors/test_stop_strings.py \
-		tests/unit/actors/test_vllm_engine.py tests/integration/test_vllm_run.py $(ARGS)
+		tests/unit/actors/test_vllm_adapters.py tests/unit/actors/test_vllm_engine.py \
+		tests/unit/actors/test_vllm_scoring.py tests/integration/test_vllm_run.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

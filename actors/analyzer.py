@@ -91,7 +91,7 @@ class Analyzer:
             context.metrics.gauge("policy_version").set(first_version(topology))
         else:
             self._weights = open_receiver(context, "analyzer")
-            self._loader = open_loader(context, self._engine, self._weights)
+            self._loader = open_loader(context, topology.roles.analyzers, self._engine, self._weights)
         self._buffer = context.connect(run_dir.buffer_endpoint(topology), "buffer-0")
         self._claim: int | None = None
         self._running: dict[str, _Job] = {}

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import time
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,7 @@ from seed_async.actors.rollout import EpisodePlayer
 from seed_async.envs.isolation import open_host
 from seed_async.envs.registry import open_suite
 from seed_async.messages import GenerateReply
+from seed_async.placement import CUDA_VISIBLE_DEVICES, visible_devices
 from seed_async.ports import Engine, RequestKind, Sampling
 from seed_async.text import ChatTokenizer
 from seed_async.topology import Topology
@@ -81,7 +83,10 @@ def evaluate_model(topology: Topology, model: Path, out: Path | None = None) -> 
     settings = topology.roles.evaluation or Evaluation()
     suite = open_suite(topology.env)
     panel = choose_panel(suite.tasks(settings.split), settings.games)
-    engine = open_engine(topology.roles.policy, model, max_context_tokens=topology.rollout.max_context_tokens + 1)
+    policy = topology.roles.policy
+    if policy.gpus:
+        os.environ[CUDA_VISIBLE_DEVICES] = visible_devices(policy.gpus[: policy.gpus_each], os.environ)
+    engine = open_engine(policy, model, max_context_tokens=topology.rollout.max_context_tokens + 1)
     started_at_s = time.time()
 
     async def play() -> dict[str, Any]:

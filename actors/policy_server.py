@@ -47,7 +47,7 @@ class PolicyServer:
         )
         context.pulse.step()
         self._weights = open_receiver(context, "policy")
-        self._loader = open_loader(context, self._engine, self._weights)
+        self._loader = open_loader(context, topology.roles.policy, self._engine, self._weights)
         self._flip: FlipGate[Update] = FlipGate(topology.weights.in_flight, topology.weights.finish_timeout_s)
         self._desk: RequestDesk | None = None
         self._open: dict[str, Request] = {}
@@ -65,6 +65,7 @@ class PolicyServer:
             context.pulse.beat()
             self._take_weights(wait_s=0.0)
             for request in server.poll(0.0 if self._num_running else IDLE_WAIT_S):
+                context.pulse.beat()  # the images of a request are decoded here
                 self._accept(request)
             if self._desk is not None:
                 self._desk.exchange(self._engine, self._loader.version, admit=not self._flip.holds_requests)

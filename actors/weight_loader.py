@@ -6,6 +6,7 @@ from seed_async.messages import WeightsManifest
 from seed_async.metrics import Metrics
 from seed_async.ports import ScoringEngine
 from seed_async.role import RoleContext
+from seed_async.topology_roles import EngineRole
 from seed_async.weights import WeightReceiver
 from seed_async.weights.canary import canary_gap_nats, canary_text
 from seed_async.weights.receiver import Update
@@ -94,7 +95,9 @@ class WeightLoader:
         self._receiver.refuse(manifest)
 
 
-def open_loader(context: RoleContext, engine: ScoringEngine, receiver: WeightReceiver) -> WeightLoader:
-    """The loader of a role's engine."""
-    tolerance_nats = context.topology.canary_tolerance_nats
+def open_loader(
+    context: RoleContext, settings: EngineRole, engine: ScoringEngine, receiver: WeightReceiver
+) -> WeightLoader:
+    """The loader of a role's engine, which `settings` asked for."""
+    tolerance_nats = context.topology.canary_tolerance_nats(settings)
     return WeightLoader(engine, receiver, context.name, tolerance_nats, context.metrics, context.log)

@@ -23,7 +23,8 @@ def add_adapters(model: "PreTrainedModel", lora: Lora, seed: int) -> None:
     """Freeze `model` and add trainable adapters; every rank of a learner must give the same `seed`.
 
     B is zero, so that the model computes what it did. Raises ImportError without the extra `lora`, and ValueError when
-    `targets` name no layer of the model.
+    `targets` name no layer of the model, one that is not linear, or one whose weight is the embeddings' too: merged, an
+    adapter would change both.
     """
     import torch
     from peft import LoraConfig, inject_adapter_in_model
@@ -33,6 +34,15 @@ def add_adapters(model: "PreTrainedModel", lora: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
+    embeddings = model.get_input_embeddings().weight
+    for name, module in model.named_modules():
+        layer = getattr(module, "base_layer", None)
+        if layer is None:
+            continue
+        if not isinstance(layer, torch.nn.Linear):
+            raise ValueError(f"model.lora.targets: {name} is a {type(layer).__name__}, not a linear layer")
+        if layer.weight is embeddings:
+            raise ValueError(f"model.lora.targets: {name} shares its weight with the embeddings")
 
 
 def adapter_parameters(model: "torch.nn.Module") -> "dict[str, torch.nn.Parameter]":

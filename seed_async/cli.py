@@ -81,10 +81,15 @@ def _require_model(path: Path) -> None:
 
 
 def _require_engine(settings: EngineRole) -> None:
-    if (lack := engine_lack(settings.engine)) is not None:
+    if (lack := engine_lack(settings)) is not None:
         raise UsageError(lack)
     if settings.device == "cuda" and not num_cuda_devices():
         raise UsageError("device cuda: this machine has no CUDA device")
+
+
+def _note_idle_keys(topology: Topology) -> None:
+    for key in topology.idle_keys:
+        print(f"note: {key} has no effect with method {topology.method}", flush=True)
 
 
 def _require_api_key(topology: Topology) -> None:
@@ -130,6 +135,7 @@ def launch_command(
         check_machine(loaded, topology, overrides or ())
         _require_api_key(loaded)
         _count_tasks(loaded)
+    _note_idle_keys(loaded)
     try:
         code = launch(loaded, _report, overwrite=overwrite, resume=resume)
     except LaunchError as error:
@@ -158,6 +164,7 @@ def validate(topology: TopologyOption, overrides: SetOption = None) -> None:
         "weights": _describe_weights(loaded),
         "tasks": ", ".join(f"{split} {number}" for split, number in tasks.items()),
     }
+    _note_idle_keys(loaded)
     print(f"ok: {topology}")
     for name, number in numbers.items():
         print(f"  {name}: {number}")

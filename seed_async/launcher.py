@@ -46,8 +46,8 @@ STAGE1_STOP_TIMEOUT_S = 5.0
 """Stage 1 has nothing to save when it is interrupted."""
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"run.updates", "run.max_minutes", "run.dir"}
-    | {f"roles.learner.{key}" for key in ("ranks", "device", "threads", "activation_checkpointing")}
+    {"run.updates", "run.max_minutes", "run.dir", "roles.policy.gpus", "roles.analyzers.gpus"}
+    | {f"roles.learner.{key}" for key in ("ranks", "device", "gpus", "threads", "activation_checkpointing")}
 )
 """A resumed run may go on for longer, and with other machinery for the same updates; its directory may have moved."""
 MADE_AGAIN = frozenset({"counts.json", "summary.json", "plots", "final", "targets", "pulse", "sockets"})
@@ -358,6 +358,4 @@ def launch(topology: Topology, report: Report, *, overwrite: bool = False, resum
 
     Raises LaunchError before anything starts.
     """
-    for key in topology.idle_keys:
-        print(f"note: {key} has no effect with method {topology.method}", flush=True)
     return Launcher(topology).run(report, overwrite=overwrite, resume=resume)

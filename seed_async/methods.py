@@ -33,9 +33,10 @@ IDLE_KEYS: dict[str, tuple[MethodName, ...]] = {
     "loss.opd_beta": _GATED,
     "loss.opd_gate": _GATED,
     "analysis.timeout_s": _HINDSIGHT,
-    "roles.analyzers.replicas": _HINDSIGHT,
-    "roles.analyzers.max_slots": _HINDSIGHT,
-    "roles.analyzers.threads": _HINDSIGHT,
+    **{
+        f"roles.analyzers.{key}": _HINDSIGHT
+        for key in ("replicas", "engine", "device", "gpus", "max_slots", "threads", "vllm")
+    },
 }
 """Keys of several methods: with another one they do nothing and the launcher says so, since comparing methods by
 `--set method=...` takes one file."""

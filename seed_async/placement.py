@@ -19,7 +19,7 @@ def place_gpus(topology: Topology) -> dict[ProcessName, tuple[int, ...]]:
     `weights.transport: nccl` a process on the CPU gets one too, to receive by.
     """
     roles, nccl = topology.roles, int(topology.weights.transport == "nccl")
-    named = {*roles.learner.gpus, *roles.policy.gpus, *roles.analyzers.gpus}
+    named = {*roles.learner.gpus, *(gpu for _, _, settings in topology.engine_roles for gpu in settings.gpus)}
     free = (number for number in count() if number not in named)
     placed: dict[ProcessName, tuple[int, ...]] = {}
     needed = roles.learner.ranks if roles.learner.device == "cuda" else nccl
@@ -39,5 +39,8 @@ def visible_devices(gpus: tuple[int, ...], environment: Mapping[str, str]) -> st
 
     Raises IndexError for a number beyond them, which `check_machine` finds first.
     """
-    own = [name.strip() for name in environment.get(CUDA_VISIBLE_DEVICES, "").split(",") if name.strip()]
-    return ",".join(own[number] if own else str(number) for number in gpus)
+    shown = environment.get(CUDA_VISIBLE_DEVICES)
+    if shown is None:
+        return ",".join(map(str, gpus))
+    own = [name.strip() for name in shown.split(",") if name.strip()]
+    return ",".join(own[number] for number in gpus)

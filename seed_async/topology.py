@@ -474,13 +474,11 @@ class Topology(Section):
         """The run directory: run.dir / run.name."""
         return self.run.dir / self.run.name
 
-    @property
-    def canary_tolerance_nats(self) -> float:
-        """weights.canary_tolerance, or what fits the coarsest dtype that learner and engines compute in."""
+    def canary_tolerance_nats(self, settings: EngineRole) -> float:
+        """weights.canary_tolerance, or what fits the dtypes that the learner and an engine compute in."""
         if self.weights.canary_tolerance is not None:
             return self.weights.canary_tolerance
-        dtypes = {each.vllm.dtype if each.engine == "vllm" else "float32" for _, _, each in self.engine_roles}
-        return 1e-3 if dtypes | {self.roles.learner.dtype} == {"float32"} else 0.5
+        return 1e-3 if settings.dtype == self.roles.learner.dtype == "float32" else 0.5
 
     @property
     def engine_roles(self) -> tuple[tuple[str, str, EngineRole], ...]:

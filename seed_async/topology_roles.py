@@ -102,6 +102,11 @@ class EngineRole(Section):
     vllm: VllmOptions = VllmOptions()
 
     @property
+    def dtype(self) -> str:
+        """What the engine computes in: vllm.dtype, or float32 of the torch engine."""
+        return self.vllm.dtype if self.engine == "vllm" else "float32"
+
+    @property
     def gpus_each(self) -> int:
         """CUDA devices of a process: one, or with vLLM tensor_parallel + (weight_transfer is nccl); 0 on the CPU."""
         if self.device == "cpu":
@@ -117,6 +122,12 @@ class EngineRole(Section):
     @model_validator(mode="after")
     def _devices_fit(self) -> Self:
         _check_gpus(self.gpus, self.device, self.replicas * self.gpus_each)
+        for start in range(0, len(self.gpus), max(1, self.gpus_each)):
+            own = self.gpus[start : start + self.gpus_each]
+            if len(set(own)) < len(own):
+                raise ValueError(f"gpus {list(self.gpus)}: {list(own)} are those of one process, and not different")
+        if self.engine == "vllm" and self.device == "cpu" and self.vllm.weight_transfer != "arrays":
+            raise ValueError(f"vllm.weight_transfer {self.vllm.weight_transfer} is for device cuda; device is cpu")
         return self
 
 

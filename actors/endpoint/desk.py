@@ -95,6 +95,9 @@ class RequestDesk:
                 self._end(ticket, error)
             else:
                 self._running[ticket.request_id] = ticket
+            if ticket.images:  # decoding them takes time, which the requests that run wait for: more in the next turn
+                self._arrived.set()
+                break
         for ticket in self._running.values():
             if ticket.left.is_set():
                 engine.cancel(ticket.request_id)

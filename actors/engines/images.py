@@ -11,12 +11,12 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
@@ -30,8 +30,31 @@ MAX_IMAGE_BYTES = 8 << 20
 """Bytes of one image as it comes, PNG or JPEG."""
 MAX_IMAGE_PIXELS = 3840 * 2160
 """Pixels of one image when it is decoded (25 MB), read from its header before anything is."""
+MAX_PROMPT_PIXELS = 4 * MAX_IMAGE_PIXELS
+"""Pixels of all images of a prompt: decoding them takes a second of the thread that advances the engine."""
+MAX_JPEG_SEGMENTS = 1000
+"""Segments before the pixels of a JPEG; cameras write some twenty."""
+MAX_JPEG_SCANS = 100
+"""Passes over the pixels; a progressive JPEG has about ten, and each costs as much as a whole plain one."""
+MAX_PNG_CHUNKS = 10_000
+"""Of a few thousand bytes each, as encoders write them, that is more than MAX_IMAGE_BYTES."""
 
 _FORMATS = ("PNG", "JPEG")
+_PNG_SIGNATURE, _JPEG_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
+_PNG_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
+"""What the pixels are made of. Colour profiles, texts and further frames are left out: they unpack to any size."""
+_START_OF_SCAN = 0xDA
+_TURNS: Mapping[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What puts an image upright, by the orientation of its EXIF data."""
+_SIDEWAYS = (5, 6, 7, 8)
 _PILLOW_ERRORS = (
     OSError,  # no image, an unknown kind, or one that ends early
     SyntaxError,  # what Pillow calls a broken chunk of a PNG
@@ -94,7 +117,11 @@ class ImageReader:
             raise ImageFaultError(f"{len(images)} images are more than {MAX_IMAGES}")
         if (np.diff(at) == 1).any():
             raise ImageFaultError("two placeholders follow each other: images need a token between them")
-        grids = [self._grid(index, content) for index, content in enumerate(images)]
+        sizes = [_image_size(index, content) for index, content in enumerate(images)]
+        num_pixels = sum(width * height for width, height in sizes)
+        if num_pixels > MAX_PROMPT_PIXELS:
+            raise ImageFaultError(f"the images have {num_pixels} pixels in all, more than {MAX_PROMPT_PIXELS}")
+        grids = [self._grid(index, *size) for index, size in enumerate(sizes)]
         keys = [_key(content) for content in images]
         counts = np.ones(prompt_ids.size, dtype=np.int64)
         counts[at] = [height * width // self._merge**2 for _, height, width in grids]
@@ -130,10 +157,9 @@ class ImageReader:
             raise ImageFaultError(f"this model takes no images: its folder has no {PREPROCESSOR_FILE}")
         return self._processor
 
-    def _grid(self, index: int, content: bytes) -> tuple[int, int, int]:
-        """Patches of an image, from its header."""
+    def _grid(self, index: int, width: int, height: int) -> tuple[int, int, int]:
+        """Patches of an image of that many pixels."""
         processor = self._known_processor()
-        width, height = _image_size(index, content)
         patch, size = int(processor.patch_size), processor.size
         try:
             tall, wide = smart_resize(height, width, patch * self._merge, size["shortest_edge"], size["longest_edge"])
@@ -181,10 +207,19 @@ def _check_processor(processor: Qwen2VLImageProcessorPil, vision: PretrainedConf
 
 
 def decode_image(content: bytes) -> Image.Image:
-    """Decode an image whose size was found to be within bounds, as RGB. Raises ImageFaultError."""
+    """Decode an image whose size was found to be within bounds: upright RGB, on white where it is transparent.
+
+    Raises ImageFaultError.
+    """
+    file = _quick_to_read(content)
     try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            return image.convert("RGB")
+        with Image.open(file, formats=_FORMATS) as image:
+            turn, plain = _TURNS.get(_orientation(image)), _eight_bits(image)
+            if plain.has_transparency_data:
+                plain = plain.convert("RGBA")
+                plain = Image.alpha_composite(Image.new("RGBA", plain.size, "white"), plain)
+            rgb = plain.convert("RGB")
+            return rgb if turn is None else rgb.transpose(turn)
     except _PILLOW_ERRORS as error:
         raise ImageFaultError(f"an image cannot be decoded: {error}") from error
 
@@ -193,9 +228,12 @@ def _image_size(index: int, content: bytes) -> tuple[int, int]:
     """Width and height in pixels, from the header: no pixel is unpacked. Raises ImageFaultError."""
     if len(content) > MAX_IMAGE_BYTES:
         raise ImageFaultError(f"image {index} has {len(content)} bytes, more than {MAX_IMAGE_BYTES}")
+    file = _quick_to_read(content)
     try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        with Image.open(file, formats=_FORMATS) as image:
             width, height = image.size
+            if _orientation(image) in _SIDEWAYS:
+                width, height = height, width
     except Image.DecompressionBombError as error:  # twice Pillow's own limit, which is beyond ours
         raise ImageFaultError(f"image {index} has more than {MAX_IMAGE_PIXELS} pixels") from error
     except _PILLOW_ERRORS as error:
@@ -203,6 +241,58 @@ def _image_size(index: int, content: bytes) -> tuple[int, int]:
     if width * height > MAX_IMAGE_PIXELS:
         raise ImageFaultError(f"image {index} has {width}x{height}, more than {MAX_IMAGE_PIXELS} pixels")
     return width, height
+
+
+def _quick_to_read(content: bytes) -> io.BytesIO:
+    """The image as a file that takes no longer to read than its size says. Raises ImageFaultError."""
+    if content.startswith(_PNG_SIGNATURE):
+        content = _bare_png(content)
+    elif content.startswith(_JPEG_SIGNATURE):
+        _check_jpeg(content)
+    return io.BytesIO(content)
+
+
+def _bare_png(content: bytes) -> bytes:
+    """The PNG without what is not needed for its pixels."""
+    kept, at = [_PNG_SIGNATURE], len(_PNG_SIGNATURE)
+    for _ in range(MAX_PNG_CHUNKS):
+        kind = content[at + 4 : at + 8]
+        end = at + 12 + int.from_bytes(content[at : at + 4], "big")
+        if len(kind) < 4 or end > len(content):
+            raise ImageFaultError("a PNG ends early")
+        if kind in _PNG_CHUNKS:
+            kept.append(content[at:end])
+        if kind == b"IEND":
+            return b"".join(kept)
+        at = end
+    raise ImageFaultError(f"a PNG has more than {MAX_PNG_CHUNKS} chunks")
+
+
+def _check_jpeg(content: bytes) -> None:
+    """Refuse a JPEG with so many segments or scans that reading it takes long."""
+    # Within the pixels a 0xff is followed by 0, so that these two bytes are a scan; elsewhere they hardly ever occur.
+    if content.count(bytes((0xFF, _START_OF_SCAN))) > MAX_JPEG_SCANS:
+        raise ImageFaultError(f"a JPEG has more than {MAX_JPEG_SCANS} scans")
+    at = len(_JPEG_SIGNATURE)
+    for _ in range(MAX_JPEG_SEGMENTS):
+        if content[at : at + 1] != b"\xff" or content[at + 1 : at + 2] == bytes((_START_OF_SCAN,)):
+            return  # the pixels, or what Pillow will refuse
+        at += 2 + int.from_bytes(content[at + 2 : at + 4], "big")
+    raise ImageFaultError(f"a JPEG has more than {MAX_JPEG_SEGMENTS} segments before its pixels")
+
+
+def _orientation(image: Image.Image) -> object:
+    """How its EXIF data say that the image lies: 1 upright, up to 8. Other values mean nothing."""
+    if image.format == "PNG":  # has none any more, and Pillow would decode the pixels to look for it
+        return 1
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """The image with 8 bits a pixel and channel: Pillow would cut 16 bits of grey off at 255."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
 def _key(content: bytes) -> int:

@@ -204,6 +204,8 @@ class TorchEngine:
             for slot, request in enumerate(self._table.requests):
                 if request is not None and request.request_id in running:
                     finished.append(self._table.finish(slot, "cancelled"))
+            if self._vision is not None:
+                self._vision.forget_done()
         return finished
 
     def _admit(self) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the run."""
     folder = tmp_path_factory.mktemp("runs")
-    sets = ["staleness.on_stale=mask", "method=grpo", "run.updates=1000", "run.max_minutes=0.2"]
+    sets = ["staleness.on_stale=mask", "method=grpo", "run.updates=1000", "run.max_minutes=0.3"]
     # A game is overtaken by two updates of one group each: its first turn is too old when its group is trained.
     sets += ["env.id=tests.fakes.straggler:StragglerSuite", f"env.games={folder}", "buffer.lease_timeout_s=120"]
     sets += ["rollout.groups_per_update=1", "rollout.group_size=2"]

@@ -3,17 +3,21 @@
 import io
 import json
 import struct
+import time
 import zlib
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from seed_async.actors.engines.images import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
     MAX_IMAGES,
+    MAX_JPEG_SCANS,
+    MAX_JPEG_SEGMENTS,
+    MAX_PNG_CHUNKS,
     ImageFaultError,
     ImageReader,
     decode_image,
@@ -48,14 +52,20 @@ def engine() -> TorchEngine:
     return TorchEngine(tiny_vision_model("qwen2_vl"), max_slots=2, max_context_tokens=CONTEXT, image_reader=reader)
 
 
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 def png_header(width: int, height: int) -> bytes:
     """A PNG of any size in a hundred bytes: its pixels are one short deflate stream that unpacks to too few."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + png_chunk(b"IHDR", header)
+        + png_chunk(b"IDAT", zlib.compress(b""))
+        + png_chunk(b"IEND", b"")
+    )
 
 
 def gif() -> bytes:
@@ -75,9 +85,9 @@ def gif() -> bytes:
         # Nothing could be decoded of the next one: its header alone has said how many positions it takes.
         (prompt_with_images(44, "image", 9), [png_header(24, 24)], "the prompt has 64 tokens"),
         (PROMPT, [b""], "image 0 is no PNG or JPEG"),
-        (PROMPT, [b"\x89PNG\r\n\x1a\n"], "image 0 is no PNG or JPEG"),
+        (PROMPT, [b"\x89PNG\r\n\x1a\n"], "a PNG ends early"),
         (PROMPT, [gif()], "image 0 is no PNG or JPEG"),
-        (PROMPT, [SMALL[:-30]], "cannot be decoded"),
+        (PROMPT, [SMALL[:-30]], "a PNG ends early"),
         (PROMPT, [png_header(16, 16)], "cannot be decoded"),
         (PROMPT, [picture(2000, 8)], "image 0 has 2000x8 pixels: .*aspect ratio"),
         (PROMPT, [png_header(4000, 4000)], f"image 0 has 4000x4000, more than {MAX_IMAGE_PIXELS} pixels"),
@@ -167,3 +177,66 @@ def test_a_folder_says_how_its_images_are_cut(tmp_path):
     assert bare is not None and bare.place(PROMPT[:3], []).ids.size == 3, "texts are served"
     with pytest.raises(ImageFaultError, match=r"its folder has no preprocessor_config\.json"):
         bare.place(PROMPT, [SMALL])
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    """An image as a file."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_what_unpacks_beside_the_pixels_is_never_read() -> None:
+    """A colour profile of 16 MB in each of 500 chunks: read one by one they take a minute."""
+    profile = png_chunk(b"iCCP", b"p\0\0" + zlib.compress(bytes(1 << 24)))
+    plain = saved(Image.new("RGB", (16, 16), "red"))
+    start = len(png_chunk(b"IHDR", bytes(13))) + 8
+    bomb = plain[:start] + profile * 500 + plain[start:]
+    began_s = time.process_time()
+    assert decode_image(bomb).getpixel((3, 3)) == (255, 0, 0)
+    assert time.process_time() - began_s < 1.0
+
+
+def test_files_that_take_long_to_read_for_their_size_are_refused() -> None:
+    jpeg = saved(Image.new("RGB", (16, 16)), "JPEG")
+    scan = jpeg.index(b"\xff\xda")
+    with pytest.raises(ImageFaultError, match=f"more than {MAX_JPEG_SCANS} scans"):
+        decode_image(jpeg[:scan] + jpeg[scan:-2] * (MAX_JPEG_SCANS + 1) + jpeg[-2:])
+    with pytest.raises(ImageFaultError, match=f"more than {MAX_JPEG_SEGMENTS} segments"):
+        decode_image(jpeg[:2] + b"\xff\xfe\x00\x02" * MAX_JPEG_SEGMENTS + jpeg[2:])
+    with pytest.raises(ImageFaultError, match=f"more than {MAX_PNG_CHUNKS} chunks"):
+        decode_image(SMALL[:8] + png_chunk(b"tEXt", b"") * MAX_PNG_CHUNKS + SMALL[8:])
+
+
+def test_a_progressive_jpeg_is_taken() -> None:
+    image = Image.effect_noise((64, 64), 50).convert("RGB")
+    assert decode_image(saved(image, "JPEG", progressive=True)).size == (64, 64)
+
+
+def test_all_images_of_a_prompt_share_one_bound(engine: TorchEngine) -> None:
+    ids, images = prompt_with_images(3, *["image"] * 5), [png_header(3840, 2160)] * 5
+    with pytest.raises(RequestRefusedError, match="pixels in all, more than"):
+        engine.submit("a", ids, Sampling(temperature=0.0, max_new_tokens=1), "act", images)
+
+
+@pytest.mark.parametrize("orientation", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_a_photograph_is_seen_upright_and_placed_by_its_upright_size(orientation: int) -> None:
+    image = Image.new("RGB", (32, 16), "white")
+    image.paste("black", (0, 0, 16, 8))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    content = saved(image, "JPEG", exif=exif, quality=95)
+    with Image.open(io.BytesIO(content)) as lying:
+        upright = ImageOps.exif_transpose(lying).convert("RGB")
+    seen = decode_image(content)
+    assert seen.size == upright.size and np.abs(np.asarray(seen, int) - np.asarray(upright, int)).max() == 0
+    reader = ImageReader(PLACEHOLDER, image_processor())
+    (placed,) = reader.place(PROMPT, [content]).images
+    assert reader.pixels(placed).shape[0] == placed.grid[1] * placed.grid[2]
+
+
+def test_sixteen_bits_of_grey_keep_their_range_and_transparency_is_white() -> None:
+    ramp = np.linspace(0, 65535, 256).astype(np.uint16)[None].repeat(4, axis=0)
+    grey = np.asarray(decode_image(saved(Image.fromarray(ramp))))[0, :, 0]
+    assert np.abs(grey.astype(int) - np.arange(256)).max() <= 1
+    assert decode_image(saved(Image.new("RGBA", (4, 4), (255, 0, 0, 0)))).getpixel((0, 0)) == (255, 255, 255)

@@ -70,6 +70,11 @@ def test_nccl_gives_one_to_each_that_sends_or_receives(method: str, expected: in
         ({"policy": {"gpus": [0]}}, "have no effect with device cpu"),
         ({"policy": {"device": "cuda", "replicas": 2, "gpus": [0]}}, "names 1 devices, the role needs 2"),
         ({"learner": {"device": "cuda", "ranks": 2, "gpus": [0, 0]}}, "each rank needs a device of its own"),
+        (
+            {"policy": {"device": "cuda", "engine": "vllm", "vllm": {"tensor_parallel": 2}, "gpus": [3, 3]}},
+            "are those of one process, and not different",
+        ),
+        ({"policy": {"engine": "vllm", "vllm": {"weight_transfer": "ipc"}}}, "ipc is for device cuda; device is cpu"),
     ],
 )
 def test_a_list_that_does_not_fit_is_refused(roles: dict[str, dict[str, object]], message: str) -> None:
@@ -81,3 +86,5 @@ def test_numbers_count_among_the_devices_that_the_launcher_sees() -> None:
     assert visible_devices((0, 2), {}) == "0,2"
     assert visible_devices((0, 2), {"CUDA_VISIBLE_DEVICES": "4, 5,GPU-8f3a"}) == "4,GPU-8f3a"
     assert visible_devices((), {"CUDA_VISIBLE_DEVICES": "4"}) == ""
+    with pytest.raises(IndexError):
+        visible_devices((0,), {"CUDA_VISIBLE_DEVICES": ""})

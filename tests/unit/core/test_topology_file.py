@@ -7,6 +7,7 @@ import pytest
 
 from seed_async.launcher import role_processes
 from seed_async.methods import IDLE_KEYS, METHODS_OF_KEY, MethodName
+from seed_async.placement import place_gpus
 from seed_async.topology import Topology
 from seed_async.topology_file import TopologyError, check_machine, dump_topology, load_topology, parse_topology
 from seed_async.user_files import MAX_FILE_BYTES
@@ -136,6 +137,14 @@ def test_a_role_is_not_placed_on_a_device_that_is_not_there(
     check_machine(load_topology(path), path, (), lambda: num_devices)
     with pytest.raises(TopologyError, match=rf"{place} .*; this machine has {num_devices - 1}"):
         check_machine(load_topology(path), path, (), lambda: num_devices - 1)
+
+
+def test_nccl_takes_no_two_processes_on_one_device(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    roles = "learner: {device: cuda, gpus: [0]}, policy: {device: cuda, gpus: [0]}"
+    path.write_text(MINIMAL + f"method: grpo\nweights: {{transport: nccl}}\nroles: {{{roles}}}\n")
+    with pytest.raises(TopologyError, match=r"t\.yaml:3: .* are on \[0, 0\]"):
+        check_machine(load_topology(path), path, (), lambda: 8)
 
 
 def test_a_receiver_on_the_cpu_needs_a_device_beside_those_of_the_learner(tmp_path: Path) -> None:
@@ -392,17 +401,35 @@ def test_a_loopback_endpoint_needs_none(host: str) -> None:
         (("roles.learner.dtype=bfloat16", "weights.canary_tolerance=0.2"), 0.2),
     ],
 )
-def test_the_canary_is_judged_by_the_coarsest_dtype_unless_the_bound_is_given(
+def test_the_canary_is_judged_by_the_coarser_dtype_unless_the_bound_is_given(
     overrides: tuple[str, ...], expected: float
 ) -> None:
-    assert parse_topology(MINIMAL, "t.yaml", overrides).canary_tolerance_nats == expected
+    topology = parse_topology(MINIMAL, "t.yaml", overrides)
+    assert topology.canary_tolerance_nats(topology.roles.policy) == expected
+
+
+def test_a_coarse_analyzer_does_not_loosen_the_canary_of_the_policy_servers() -> None:
+    overrides = ("roles.analyzers.engine=vllm", "roles.analyzers.vllm.dtype=bfloat16")
+    topology = parse_topology(MINIMAL, "t.yaml", overrides)
+    tolerances = [topology.canary_tolerance_nats(each) for each in (topology.roles.policy, topology.roles.analyzers)]
+    assert tolerances == [1e-3, 0.5]
+
+
+def test_settings_of_analyzers_that_never_start_are_named_and_take_nothing() -> None:
+    roles = "policy: {device: cuda}, analyzers: {engine: vllm, device: cuda, gpus: [0]}"
+    topology = parse_topology(MINIMAL + f"method: grpo\nroles: {{{roles}}}\n", "t.yaml")
+    assert topology.idle_keys == ("roles.analyzers.engine", "roles.analyzers.device", "roles.analyzers.gpus")
+    assert place_gpus(topology) == {("policy", 0): (0,)}
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("model.lora.rank=600",), "takes ranks up to 512; model.lora.rank is 600"),
-        (("roles.policy.vllm.weight_transfer=ipc",), "weight_transfer ipc has no effect with model.lora.publish"),
+        (
+            ("roles.policy.vllm.weight_transfer=ipc", "roles.policy.device=cuda"),
+            "weight_transfer ipc has no effect with model.lora.publish",
+        ),
     ],
 )
 def test_adapters_that_vllm_cannot_be_given_are_refused(overrides: tuple[str, ...], message: str) -> None:

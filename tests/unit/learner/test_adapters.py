@@ -107,3 +107,24 @@ def test_a_checkpoint_holds_the_adapters_resumes_exactly_and_merges_into_a_plain
     merged = auto_class(tmp_path / "merged").from_pretrained(tmp_path / "merged")
     expected = Ranks().gather(model)
     assert all(torch.equal(parameter, expected[name]) for name, parameter in merged.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("target", "tied", "fault"),
+    [
+        ("embed_tokens", False, "embed_tokens is a Embedding, not a linear layer"),
+        ("lm_head", True, "lm_head shares its weight with the embeddings"),
+    ],
+)
+def test_an_adapter_that_could_not_be_merged_is_refused(target: str, tied: bool, fault: str) -> None:
+    model = tiny_model("llama")
+    if tied:
+        model.lm_head.weight = model.get_input_embeddings().weight
+    with pytest.raises(ValueError, match=fault):
+        add_adapters(model, Lora(targets=("q_proj", target)), seed=0)
+
+
+def test_an_adapter_of_an_output_layer_of_its_own_is_merged() -> None:
+    model = tiny_model("llama")
+    add_adapters(model, Lora(targets=("lm_head",)), seed=0)
+    assert "lm_head.weight" in dict(plain_parameters(model, lambda tensor: tensor))
