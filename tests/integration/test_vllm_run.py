@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from seed_async.actors.engines.opening import open_engine
-from seed_async.ports import Sampling, Scorer
+from seed_async.ports import Sampling
 from seed_async.topology_roles import Policy, VllmOptions
 from seed_async.weights.canary import canary_gap_nats, canary_text
 from tests.fakes.chat import save_tokenizer
@@ -50,7 +50,6 @@ def test_two_workers_get_new_weights_through_shared_memory(tmp_path: Path) -> No
     save_tokenizer(tmp_path)
     options = VllmOptions(tensor_parallel=2, kv_cache_gib=1 / 128)
     engine = open_engine(Policy(engine="vllm", max_slots=2, vllm=options), tmp_path, max_context_tokens=64)
-    assert isinstance(engine, Scorer)
     (prompt,) = make_prompts(40)
     text = canary_text(VOCABULARY)
     for seed in (0, 1):
