@@ -87,8 +87,10 @@ def choose_groups(
     that missed a version), the earliest deadline goes first, and a group that would become too old is waited for.
     """
     ready = [key for key in complete if groups[key].resolved]
-    deadlines = {key: group.deadline(bound, present_version) for key, group in groups.items()}
-    stale = tuple(key for key in ready if deadlines[key] < version) if on_stale != "mask" else ()
+    # Asked whenever the learner waits, so only the deadlines that matter: none, of what is ready, of all groups.
+    judged: Iterable[str] = {"mask": (), "drop": ready, "wait": groups}[on_stale]
+    deadlines = {key: groups[key].deadline(bound, present_version) for key in judged}
+    stale = tuple(key for key in ready if deadlines.get(key, version) < version)
     ready = [key for key in ready if key not in stale]
     if len(ready) < bound.groups_per_update:
         return BatchChoice(frozenset(), stale)
