@@ -5,7 +5,7 @@ place, so that its class, and how it is scored, sharded and served, stay the sam
 adapters are added, never before.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seed_async.topology import Lora
 
@@ -19,6 +19,12 @@ ADAPTER_PART = ".lora_"
 """What the name of every adapter parameter holds and no other's does."""
 
 
+def peft_settings(lora: Lora) -> dict[str, Any]:
+    """What peft's configuration, in memory or as a file beside the adapters, says of them."""
+    targets = list(lora.targets) if lora.targets else "all-linear"
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": targets}
+
+
 def add_adapters(model: "PreTrainedModel", lora: Lora, seed: int) -> None:
     """Freeze `model` and add trainable adapters; every rank of a learner must give the same `seed`.
 
@@ -29,8 +35,7 @@ def add_adapters(model: "PreTrainedModel", lora: Lora, seed: int) -> None:
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = list(lora.targets) if lora.targets else "all-linear"
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(**peft_settings(lora), task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)

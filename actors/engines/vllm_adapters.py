@@ -6,9 +6,7 @@ and never change.
 """
 
 import json
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -20,8 +18,8 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.lora.request import LoRARequest
 
 from seed_async.actors.engines.published import as_torch
-from seed_async.actors.engines.vllm_weights import SHARED_MEMORY
-from seed_async.adapters import ADAPTER_PART
+from seed_async.actors.engines.vllm_weights import folder_in_memory
+from seed_async.adapters import ADAPTER_PART, peft_settings
 from seed_async.topology import Lora
 
 _NAME, _NUMBER = "policy", 1
@@ -49,20 +47,14 @@ class AdapterSender:
     def __init__(self, engine: LLMEngine, lora: Lora) -> None:
         """Nothing is loaded yet."""
         self._engine = engine
-        self._config = {
-            "peft_type": "LORA",
-            "r": lora.rank,
-            "lora_alpha": lora.alpha,
-            "target_modules": list(lora.targets) if lora.targets else "all-linear",
-        }
+        self._config = {"peft_type": "LORA", **peft_settings(lora)}
 
     def send(self, version: int, tensors: Mapping[str, np.ndarray]) -> None:
         """Return when every worker has `tensors`; the version plays no part, because the next one takes its place."""
-        memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        with tempfile.TemporaryDirectory(prefix="seed-async-adapter-", dir=memory) as directory:
-            (Path(directory) / "adapter_config.json").write_text(json.dumps(self._config))
-            save_file(dict(as_torch(tensors)), Path(directory) / "adapter_model.safetensors")
-            self._engine.add_lora(LoRARequest(_NAME, _NUMBER, directory, load_inplace=True))
+        with folder_in_memory() as folder:
+            (folder / "adapter_config.json").write_text(json.dumps(self._config))
+            save_file(dict(as_torch(tensors)), folder / "adapter_model.safetensors")
+            self._engine.add_lora(LoRARequest(_NAME, _NUMBER, str(folder), load_inplace=True))
 
 
 def zero_adapters(parameters: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ own process, or by the name of a file in shared memory when the workers are othe
 and `nccl` are vLLM's: the arrays are copied to a GPU here and go on from there. They were never run.
 """
 
+import contextlib
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,14 @@ from seed_async.weights.segments import SegmentStore, read_segment
 ARRAYS = "seed_arrays"
 """The name of our transfer engine in vLLM's registry."""
 SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextlib.contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """A folder for what workers in other processes read, memory-backed where the system has /dev/shm; then removed."""
+    memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="seed-async-vllm-", dir=memory) as directory:
+        yield Path(directory)
 
 
 @dataclass
@@ -141,9 +150,8 @@ class ArraySender:
         if self._in_process:
             self._client.update_weights({"tensors": tensors})
         else:
-            memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-            with tempfile.TemporaryDirectory(prefix="seed-async-vllm-", dir=memory) as directory:
-                manifest = SegmentStore(Path(directory)).stage(version, tensors)
+            with folder_in_memory() as folder:
+                manifest = SegmentStore(folder).stage(version, tensors)
                 self._client.update_weights({"manifest": msgspec.msgpack.encode(manifest)})
         self._client.finish_weight_update(str(version))
 
