@@ -80,6 +80,7 @@ class Analyzer:
         self._engine = open_engine(
             topology.roles.analyzers,
             run_dir.initial_model(topology),
+            self._tokenizer,
             max_context_tokens=topology.analysis.max_context_tokens,
             version=first_version(topology),
             lora=topology.model.served_adapters,

@@ -86,13 +86,14 @@ def evaluate_model(topology: Topology, model: Path, out: Path | None = None) -> 
     policy = topology.roles.policy
     if policy.gpus:
         os.environ[CUDA_VISIBLE_DEVICES] = visible_devices(policy.gpus[: policy.gpus_each], os.environ)
-    engine = open_engine(policy, model, max_context_tokens=topology.rollout.max_context_tokens + 1)
+    tokenizer = ChatTokenizer.load(model)
+    engine = open_engine(policy, model, tokenizer, max_context_tokens=topology.rollout.max_context_tokens + 1)
     started_at_s = time.time()
 
     async def play() -> dict[str, Any]:
         async with LocalGenerator(engine) as generator:
             player = EpisodePlayer(
-                ChatTokenizer.load(model),
+                tokenizer,
                 generator,
                 topology.rollout,
                 temperature=settings.temperature,

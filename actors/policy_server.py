@@ -37,9 +37,11 @@ class PolicyServer:
         """Load the initial checkpoint as a skeleton; its weights are replaced before anything is served."""
         topology, run_dir = context.topology, context.run_dir
         self._context = context
+        self._tokenizer = ChatTokenizer.load(run_dir.initial_model(topology))
         self._engine = open_engine(
             topology.roles.policy,
             run_dir.initial_model(topology),
+            self._tokenizer,
             max_waiting=_most_requests(topology),
             max_context_tokens=topology.rollout.max_context_tokens + MAX_CONTEXT_SLACK_TOKENS,
             version=-1,
@@ -89,8 +91,7 @@ class PolicyServer:
             return None
         self._desk = RequestDesk(http.max_open)
         self._desk.exchange(self._engine, self._loader.version)
-        tokenizer = ChatTokenizer.load(context.run_dir.initial_model(topology))
-        served = Served(topology.run.name, tokenizer, topology.rollout.max_context_tokens, read_api_key(http))
+        served = Served(topology.run.name, self._tokenizer, topology.rollout.max_context_tokens, read_api_key(http))
         endpoint = Endpoint(
             http.host,
             http.port + context.index if http.port else 0,

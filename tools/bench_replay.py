@@ -188,13 +188,15 @@ class GenerateSide:
         return responses
 
 
-def open_sides(model: Path, context: int, num_games: int, threads: int, dtype: str) -> dict[str, Callable[[], Side]]:
+def open_sides(
+    model: Path, tokenizer: ChatTokenizer, context: int, num_games: int, threads: int, dtype: str
+) -> dict[str, Callable[[], Side]]:
     """The sides of the comparison, vLLM when it is installed; each is opened when it is first needed."""
     theirs = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=torch.float32)
     weights = {name: parameter.detach().numpy().copy() for name, parameter in theirs.named_parameters()}
 
     def engine_side(policy: Policy) -> Side:
-        return EngineSide(open_engine(policy, model, max_context_tokens=context), weights)
+        return EngineSide(open_engine(policy, model, tokenizer, max_context_tokens=context), weights)
 
     sides: dict[str, Callable[[], Side]] = {
         "torch engine": lambda: engine_side(Policy(max_slots=num_games)),
@@ -245,12 +247,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     topology = load_topology(options.topology)
-    games = record_games(topology, ChatTokenizer.load(options.model), options.games)
+    tokenizer = ChatTokenizer.load(options.model)
+    games = record_games(topology, tokenizer, options.games)
     context = topology.rollout.max_context_tokens + 1
-    opened = {
-        name: side()
-        for name, side in open_sides(options.model, context, len(games), options.threads, options.dtype).items()
-    }
+    sides = open_sides(options.model, tokenizer, context, len(games), options.threads, options.dtype)
+    opened = {name: side() for name, side in sides.items()}
     longest = max(turn.response_tokens for turns in games for turn in turns)
     best: dict[str, tuple[Pass, Pass]] = {}
     for _ in range(options.rounds):

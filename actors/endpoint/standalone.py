@@ -47,10 +47,11 @@ def serve_model(
     """Serve the folder `model` until `stop`. `on_open` is told the port and the model's name. Raises OSError."""
     config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
     context = min(max_context_tokens or DEFAULT_CONTEXT_TOKENS, int(config.max_position_embeddings))
-    engine = open_engine(policy, model, max_context_tokens=context, max_waiting=http.max_open)
+    tokenizer = ChatTokenizer.load(model)
+    engine = open_engine(policy, model, tokenizer, max_context_tokens=context, max_waiting=http.max_open)
     desk = RequestDesk(http.max_open)
     desk.exchange(engine, engine.health().version)
-    served = Served(model.resolve().name, ChatTokenizer.load(model), context, read_api_key(http))
+    served = Served(model.resolve().name, tokenizer, context, read_api_key(http))
     endpoint = Endpoint(http.host, http.port, served, desk, http.max_open)
     on_open(endpoint.port, served.model)
     while not stop.is_set():

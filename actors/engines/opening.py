@@ -38,6 +38,7 @@ def prepare_vllm(threads: int) -> None:
 def open_engine(
     settings: EngineRole,
     model: Path,
+    tokenizer: ChatTokenizer,
     *,
     max_context_tokens: int,
     max_waiting: int = 1024,
@@ -46,10 +47,9 @@ def open_engine(
 ) -> ServingEngine:
     """Load the checkpoint folder `model` into the engine of a role; its weights are called `version`.
 
-    With `lora` later versions are adapters of this model, else whole models. The folder's tokenizer finds stop strings,
-    its image processor makes pixels. Raises ValueError when the installed vLLM is for another device.
+    With `lora` later versions are adapters of this model, else whole models. Its `tokenizer` finds stop strings, the
+    folder's image processor makes pixels. Raises ValueError when the installed vLLM is for another device.
     """
-    open_stream = ChatTokenizer.load(model).text_stream
     if settings.engine == "vllm":
         prepare_vllm(settings.threads)
         from vllm.platforms import current_platform
@@ -65,7 +65,7 @@ def open_engine(
             max_waiting=max_waiting,
             options=settings.vllm,
             version=version,
-            open_stream=open_stream,
+            open_stream=tokenizer.text_stream,
             lora=lora,
         )
     from seed_async.actors.engines.images import open_reader
@@ -77,6 +77,6 @@ def open_engine(
         max_context_tokens=max_context_tokens,
         max_waiting=max_waiting,
         version=version,
-        open_stream=open_stream,
+        open_stream=tokenizer.text_stream,
         image_reader=open_reader(model),
     )

@@ -52,12 +52,6 @@ def raw_tokenizer() -> Tokenizer:
         return train_tokenizer(write_corpus(Path(folder)), 340)
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Give a model folder that has none the tokenizer and its template."""
-    (folder / "tokenizer.json").write_text(raw_tokenizer().to_str())
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-
-
 @cache
 def raw_vision_tokenizer() -> Tokenizer:
     """The same with the tokens of an image."""

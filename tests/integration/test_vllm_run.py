@@ -10,7 +10,7 @@ from seed_async.actors.engines.opening import open_engine
 from seed_async.ports import Sampling
 from seed_async.topology_roles import Policy, VllmOptions
 from seed_async.weights.canary import canary_gap_nats, canary_text
-from tests.fakes.chat import save_tokenizer
+from tests.fakes.chat import tiny_chat
 from tests.integration.runs import assert_counts_add_up, finish, launch, lines
 from tests.reference.engines import HEAD_DIM, drain, make_prompts, needs_vllm
 from tests.reference.generate_reference import (
@@ -47,9 +47,8 @@ def test_a_run_learns_from_what_vllm_sampled_and_analysed_and_the_canary_agrees_
 def test_two_workers_get_new_weights_through_shared_memory(tmp_path: Path) -> None:
     """Each holds a half of every layer; the output layer is tied."""
     tiny_model(tied=True, head_dim=HEAD_DIM).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
     options = VllmOptions(tensor_parallel=2, kv_cache_gib=1 / 128)
-    engine = open_engine(Policy(engine="vllm", max_slots=2, vllm=options), tmp_path, max_context_tokens=64)
+    engine = open_engine(Policy(engine="vllm", max_slots=2, vllm=options), tmp_path, tiny_chat(), max_context_tokens=64)
     (prompt,) = make_prompts(40)
     text = canary_text(VOCABULARY)
     for seed in (0, 1):

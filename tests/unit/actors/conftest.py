@@ -9,7 +9,6 @@ from seed_async.actors.engines.opening import prepare_vllm
 from seed_async.ports import Engine
 from seed_async.topology import Lora
 from seed_async.topology_roles import VllmOptions
-from tests.fakes.chat import save_tokenizer
 from tests.reference.engines import drain
 from tests.reference.generate_reference import weights_of
 from tests.reference.vllm_checks import CONTEXT, NUM_SLOTS, model
@@ -23,7 +22,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for tied in (False, True):
         model(tied=tied).save_pretrained(folder / str(tied))
-        save_tokenizer(folder / str(tied))
     return folder
 
 

@@ -10,7 +10,7 @@ from seed_async.actors.engines.opening import open_engine, prepare_vllm
 from seed_async.actors.engines.torch_engine import TorchEngine
 from seed_async.ports import Engine, Generation, RequestRefusedError, Sampling
 from seed_async.topology_roles import Policy, VllmOptions
-from tests.fakes.chat import save_tokenizer
+from tests.fakes.chat import tiny_chat
 from tests.reference.engines import drain, make_prompts, needs_vllm
 from tests.reference.generate_reference import VOCABULARY, plain_twin, score_reference, tiny_model, weights_of
 from tests.reference.vllm_checks import (
@@ -156,17 +156,20 @@ def test_what_vllm_would_change_or_fail_at_later_is_refused(open_vllm, tmp_path)
     with pytest.raises(RequestRefusedError, match=r"at least 0\.01"):
         open_vllm().submit("a", *make_prompts(3), Sampling(temperature=0.005, max_new_tokens=1), "act")
     tiny_model(head_dim=8).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="attention heads of 8"):
-        open_engine(Policy(engine="vllm"), tmp_path, max_context_tokens=64)
+        open_engine(Policy(engine="vllm"), tmp_path, tiny_chat(), max_context_tokens=64)
 
 
 def test_the_factory_opens_the_engine_of_the_topology(open_vllm, opened, folders):
     policy = Policy(engine="vllm", max_slots=2, vllm=VllmOptions(kv_cache_gib=1 / 128))
-    engine = opened[("factory",)] = open_engine(policy, folders / "True", max_context_tokens=32, version=-1)
+    engine = opened[("factory",)] = open_engine(
+        policy, folders / "True", tiny_chat(), max_context_tokens=32, version=-1
+    )
     assert type(engine) is type(open_vllm()) and engine.health().version == -1
     assert engine.score(*CANARY).shape == (16,), "though the canary is longer than its context"
-    assert isinstance(open_engine(Policy(max_slots=2), folders / "True", max_context_tokens=64), TorchEngine)
+    assert isinstance(
+        open_engine(Policy(max_slots=2), folders / "True", tiny_chat(), max_context_tokens=64), TorchEngine
+    )
 
 
 def test_prompts_that_are_prefilled_in_many_steps_sample_the_same_with_and_without_company(open_vllm):
